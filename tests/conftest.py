@@ -1,0 +1,37 @@
+"""Settings every test runs under: several CPU devices, strict jax, checked shapes.
+
+`XLA_FLAGS` and the import hook must be in place before jax and `locojax` are imported, so they are set at import time of
+this file, which pytest loads before any test module.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import jaxtyping
+
+NUM_CPU_DEVICES = 4
+
+# Rooms with array code, whose jaxtyping signatures are checked while a function is traced (not when it runs).
+CHECKED_ROOMS = ("locojax.models", "locojax.rollout", "locojax.training")
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={NUM_CPU_DEVICES}"]
+).strip()
+jaxtyping.install_import_hook(CHECKED_ROOMS, "beartype.beartype")
+
+import jax  # noqa: E402  (after the settings that it reads on import)
+
+
+def _cache_dir() -> pathlib.Path:
+    """Compiled programs outlive the run, apart from a user's own cache: a rerun of the suite skips XLA."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(root) / "locojax" / "tests" / f"jax-{jax.__version__}"
+
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_compilation_cache_dir", str(_cache_dir()))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
