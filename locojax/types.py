@@ -85,9 +85,10 @@ class SampleResult:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One problem to be solved. Filled by `rl.datasets`; `tokens` by whoever holds the tokenizer.
+    """One problem to be solved. Filled by `rl.datasets` and `rl.tasks`; `tokens` by whoever holds the tokenizer.
 
-    `answer` and `meta` are what the grader needs and are never shown to the model.
+    `answer` and `meta` are what the grader needs and are never shown to the model. With `messages` (role and content
+    of each) the tokens come from the tokenizer's chat template, else from `text`; `text` is then the last message's.
     Example: Prompt("addition/17", "3+4=", tokens=(35, 27, 36, 45), answer="7", meta={})
     """
 
@@ -96,6 +97,7 @@ class Prompt:
     tokens: tuple[int, ...] = ()
     answer: str | None = None
     meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    messages: tuple[Mapping[str, str], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
