@@ -1,0 +1,1 @@
+"""Tokens -> hidden states -> log-probs. One definition, used by trainer and sampler alike."""

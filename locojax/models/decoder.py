@@ -1,0 +1,245 @@
+"""The forward pass: one block, used for packed rows (training, prefill) and for cached decoding alike.
+
+The block is given the attention to use as a function, which is all in which the callers differ; so sampler and trainer
+agree to rounding. Shape letters: R rows, T tokens of a row, D hidden, H heads, K kv heads, h head dim, F ffn, V vocab,
+L layers. Decoding is R slots of T = 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from locojax.models import attention
+from locojax.models.lora import Adapters, delta
+from locojax.models.spec import ModelSpec, Parameter, RopeSpec, parameters
+
+Params = Mapping[str, Any]
+Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""(q [R,T,H,h], k [R,T,K,h], v [R,T,K,h]) -> (attended [R,T,H,h], whatever the caller wants kept of this layer)."""
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm (Zhang & Sennrich 2019), statistics in fp32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
+    """f32[h/2] inverse frequencies after scaling; computed once, on the host, in float64.
+
+    Sources: linear: Chen et al. 2023; llama3: the Llama 3.1 reference code's bands; yarn: Peng et al. 2023 (NTK by parts).
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    base = 1.0 / rope.theta**exponent
+    if rope.kind == "linear":
+        base = base / rope.factor
+    elif rope.kind == "llama3":
+        wavelength = 2 * math.pi / base
+        low = rope.original_max_positions / rope.low_freq_factor
+        high = rope.original_max_positions / rope.high_freq_factor
+        smooth = (rope.original_max_positions / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        mixed = (1 - smooth) * base / rope.factor + smooth * base
+        base = np.where(wavelength > low, base / rope.factor, np.where(wavelength < high, base, mixed))
+    elif rope.kind == "yarn":
+
+        def dimension(rotations: float) -> float:
+            return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (
+                2 * math.log(rope.theta)
+            )
+
+        low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+        base = base / rope.factor * ramp + base * (1 - ramp)
+    return base.astype(np.float32)
+
+
+def rope_tables(rope: RopeSpec, head_dim: int, positions: Array) -> tuple[Array, Array]:
+    """cos, sin f32[R, T, 1, h] for i32[R, T] positions, ready to multiply [R, T, heads, h]."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope, head_dim))[None, None]
+    angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
+    return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
+
+
+def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotates halves, as Hugging Face lays rotary dimensions out. x [R,T,heads,h]."""
+    half = x.shape[-1] // 2
+    x32 = x.astype(jnp.float32)
+    rotated = jnp.concatenate([-x32[..., half:], x32[..., :half]], axis=-1)
+    return (x32 * cos + rotated * sin).astype(x.dtype)
+
+
+def block(
+    x: Array,
+    layer: Params,
+    spec: ModelSpec,
+    rope: tuple[Array, Array],
+    attend: Attend,
+    lora: Params,
+    adapters: Adapters | None,
+) -> tuple[Array, Any]:
+    """One transformer layer on x [R, T, D]; returns x and what `attend` kept."""
+    R, T, _ = x.shape
+
+    def linear(inputs: Array, name: str) -> Array:
+        out = inputs @ layer[name].astype(inputs.dtype)
+        if f"{name}_bias" in layer:
+            out = out + layer[f"{name}_bias"].astype(out.dtype)
+        if adapters is not None and name in lora:
+            out = out + delta(inputs, lora[name], adapters.scale, adapters.index)
+        return out
+
+    normed = rms_norm(x, layer["attn_norm"], spec.norm_eps)
+    q = linear(normed, "q").reshape(R, T, spec.num_heads, spec.head_dim)
+    k = linear(normed, "k").reshape(R, T, spec.num_kv_heads, spec.head_dim)
+    v = linear(normed, "v").reshape(R, T, spec.num_kv_heads, spec.head_dim)
+    if spec.qk_norm:
+        q = rms_norm(q, layer["q_norm"], spec.norm_eps)
+        k = rms_norm(k, layer["k_norm"], spec.norm_eps)
+    attended, kept = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
+    x = x + linear(attended.reshape(R, T, spec.q_size), "o")
+
+    normed = rms_norm(x, layer["mlp_norm"], spec.norm_eps)
+    return x + linear(jax.nn.silu(linear(normed, "gate")) * linear(normed, "up"), "down"), kept
+
+
+REMAT_POLICIES: Mapping[str, Callable[..., Any] | None] = {
+    "none": None,  # keep every activation
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keep what the weight GEMMs made
+    "full": jax.checkpoint_policies.nothing_saveable,  # keep a layer's input only; one more forward pass
+}
+
+
+def forward(
+    params: Params,
+    spec: ModelSpec,
+    tokens: Array,
+    positions: Array,
+    until: Array,
+    *,
+    adapters: Adapters | None = None,
+    dtype: jnp.dtype | type = jnp.float32,
+    remat: str = "none",
+    keep_kv: bool = False,
+) -> tuple[Array, tuple[Array, Array] | None]:
+    """Packed rows -> final hidden states (after the last norm) [R, T, D] in `dtype`.
+
+    Args:
+      params: the tree of `spec.parameters`, any float dtype; cast to `dtype` where used.
+      tokens, positions, until: i32[R, T]; see `attention` for `until`.
+      remat: a key of REMAT_POLICIES.
+      keep_kv: also return (k, v), each [L, R, T, K, h] after rope: what prefill stores.
+    """
+
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        return attention.packed(q, k, v, until), (k, v) if keep_kv else None
+
+    return run_layers(params, spec, tokens, positions, attend, adapters=adapters, dtype=dtype, remat=remat)
+
+
+def run_layers(
+    params: Params,
+    spec: ModelSpec,
+    tokens: Array,
+    positions: Array,
+    attend: Attend,
+    *,
+    adapters: Adapters | None,
+    dtype: jnp.dtype | type,
+    remat: str = "none",
+) -> tuple[Array, Any]:
+    """Embeds, scans the stacked layers with `attend`, and applies the final norm. `kept` is stacked over layers."""
+    x = embed(params, tokens, dtype)
+    rope = rope_tables(spec.rope, spec.head_dim, positions)
+    lora = {} if adapters is None else adapters.split()[0]
+
+    def step(x: Array, layer_and_lora: tuple[Params, Params]) -> tuple[Array, Any]:
+        layer, layer_lora = layer_and_lora
+        return block(x, layer, spec, rope, attend, layer_lora, adapters)
+
+    if remat != "none":
+        step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    x, kept = jax.lax.scan(step, x, (params["layers"], lora))
+    return rms_norm(x, params["final_norm"], spec.norm_eps), kept
+
+
+def run_layers_unrolled(
+    params: Params,
+    spec: ModelSpec,
+    tokens: Array,
+    positions: Array,
+    attends: Sequence[Attend],
+    *,
+    adapters: Adapters | None,
+    dtype: jnp.dtype | type,
+) -> tuple[Array, list[Any]]:
+    """As `run_layers`, for a tree whose `layers` is a sequence of L unstacked layers, each with its own `attend`.
+
+    Decoding uses it: a scan would copy each layer's weights and cache out of the stack on every token.
+    """
+    x = embed(params, tokens, dtype)
+    rope = rope_tables(spec.rope, spec.head_dim, positions)
+    lora = {} if adapters is None else adapters.split()[0]
+    kept = []
+    for i, (layer, attend) in enumerate(zip(params["layers"], attends, strict=True)):
+        layer_lora = jax.tree.map(lambda leaf, i=i: leaf[i], lora)
+        x, keep = block(x, layer, spec, rope, attend, layer_lora, adapters)
+        kept.append(keep)
+    return rms_norm(x, params["final_norm"], spec.norm_eps), kept
+
+
+def embed(params: Params, tokens: Array, dtype: jnp.dtype | type) -> Array:
+    """i32[R, T] -> [R, T, D]."""
+    return params["embed"][tokens].astype(dtype)
+
+
+def head_weight(params: Params) -> Array:
+    """The unembedding [D, V]: its own array, or the embedding transposed when tied."""
+    return params["head"] if "head" in params else params["embed"].T
+
+
+def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> Array:
+    """Final hidden states [R, T, D] -> fp32 logits [R, T, V]. Sampling and tests; training uses `logprobs`."""
+    out = jnp.matmul(hidden, head_weight(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+    head = None if adapters is None else adapters.split()[1]
+    if adapters is not None and head is not None:
+        out = out + delta(hidden, head, adapters.scale, adapters.index).astype(jnp.float32)
+    return out
+
+
+def unstack(params: Params, spec: ModelSpec, dtype: jnp.dtype | type) -> dict[str, Any]:
+    """The tree decoding wants: layers as a list, cast once, and the head as its own contiguous [D, V]."""
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i].astype(dtype), params["layers"]) for i in range(spec.num_layers)]
+    return {
+        "embed": params["embed"].astype(dtype),
+        "layers": layers,
+        "final_norm": params["final_norm"].astype(dtype),
+        "head": head_weight(params).astype(dtype),
+    }
+
+
+@partial(jax.jit, static_argnames=("spec", "dtype"))
+def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """Random weights (normal, std 0.02; norms one; biases zero): tests, and measurements that need no trained model."""
+    declared, treedef = jax.tree.flatten(parameters(spec), is_leaf=lambda leaf: isinstance(leaf, Parameter))
+    keys = jax.random.split(key, len(declared))
+
+    def draw(parameter: Parameter, key: Array) -> Array:
+        if parameter.init == "normal":
+            return (0.02 * jax.random.normal(key, parameter.shape, jnp.float32)).astype(dtype)
+        return jnp.full(parameter.shape, 1.0 if parameter.init == "ones" else 0.0, dtype)
+
+    return jax.tree.unflatten(treedef, [draw(p, k) for p, k in zip(declared, keys, strict=True)])

@@ -1,0 +1,132 @@
+"""Low-rank adapters (Hu et al. 2021) as a pytree of their own, beside a frozen base.
+
+An adapter is `{module: {"a": [L, in, r], "b": [L, r, out]}}` for the modules of the layers, and `"head": {"a": [D, r],
+"b": [r, V]}`. Many adapters are the same tree with one more axis, N, *after* the layer axis (`[L, N, in, r]`; the head's
+comes first, `[N, D, r]`), so that a scan over layers still slices the leading one; a row's index then picks its adapter.
+The scale is applied to `x @ a`, never folded into the weights, so that a rank or alpha can't be lost on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from locojax.errors import ConfigError
+from locojax.models.spec import ModelSpec, Parameter, parameters
+
+ATTENTION_MODULES = ("q", "k", "v", "o")
+MLP_MODULES = ("gate", "up", "down")
+HEAD = "head"
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraSpec:
+    """Which modules are adapted, and how strongly.
+
+    scale = alpha / rank, or alpha / sqrt(rank) with `rslora` (Kalajdzievski 2023).
+    """
+
+    rank: int
+    alpha: float = 32.0
+    attention: bool = True
+    mlp: bool = True
+    unembed: bool = False
+    rslora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError("A LoRA rank must be at least 1", got=self.rank)
+        if not (self.attention or self.mlp or self.unembed):
+            raise ConfigError(
+                "A LoRA adapter must train something", expected="attention, mlp or unembed switched on"
+            )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        return (ATTENTION_MODULES if self.attention else ()) + (MLP_MODULES if self.mlp else ())
+
+
+def adapter_parameters(spec: ModelSpec, lora: LoraSpec) -> dict[str, Any]:
+    """The adapter's parameters, declared from the base's own: same axes, the rank between them."""
+    base, r = parameters(spec), lora.rank
+    tree: dict[str, Any] = {}
+    for name in lora.modules:
+        (layers, n_in, n_out), (_, in_axis, out_axis) = base["layers"][name].shape, base["layers"][name].axes
+        tree[name] = {
+            "a": Parameter((layers, n_in, r), ("layers", in_axis, "rank")),
+            "b": Parameter((layers, r, n_out), ("layers", "rank", out_axis), "zeros"),
+        }
+    if lora.unembed:
+        D, V = spec.hidden_size, spec.vocab_size
+        tree[HEAD] = {
+            "a": Parameter((D, r), ("embed", "rank")),
+            "b": Parameter((r, V), ("rank", "vocab"), "zeros"),
+        }
+    return tree
+
+
+def init_adapter(spec: ModelSpec, lora: LoraSpec, seed: int) -> dict[str, Any]:
+    """A fresh fp32 adapter: `a` uniform as PEFT's kaiming_uniform(sqrt 5) draws it (bound 1/sqrt(in)), `b` zero.
+
+    With `b` zero the adapted model equals its base bit for bit.
+    """
+    declared, treedef = jax.tree.flatten(
+        adapter_parameters(spec, lora), is_leaf=lambda leaf: isinstance(leaf, Parameter)
+    )
+    keys = jax.random.split(jax.random.key(seed), len(declared))
+
+    def draw(parameter: Parameter, key: Array) -> Array:
+        if parameter.init == "zeros":
+            return jnp.zeros(parameter.shape, jnp.float32)
+        bound = 1.0 / math.sqrt(parameter.shape[-2])
+        return jax.random.uniform(key, parameter.shape, jnp.float32, -bound, bound)
+
+    return jax.tree.unflatten(treedef, [draw(p, k) for p, k in zip(declared, keys, strict=True)])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """What the decoder needs to apply adapters: one for all rows (`index` None), or stacked ones and a row index.
+
+    Attributes:
+      tree: one adapter, or N stacked (see the module's head).
+      scale: f32[] or, stacked, f32[N].
+      index: i32[rows]: which adapter each row uses; None when there is one for all.
+    """
+
+    tree: Mapping[str, Any]
+    scale: Array
+    index: Array | None = None
+
+    def split(self) -> tuple[Mapping[str, Any], Mapping[str, Array] | None]:
+        """(the layers' part, the head's part or None)."""
+        return {k: v for k, v in self.tree.items() if k != HEAD}, self.tree.get(HEAD)
+
+
+def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:
+    """scale * (x @ a): the adapter's inner activation, [..., r], in x's dtype.
+
+    x is [rows, T, in]. Unstacked: a [in, r]. Stacked: a [N, in, r] and index i32[rows].
+    """
+    if index is None:
+        return (x @ a.astype(x.dtype)) * scale.astype(x.dtype)
+    inner = jnp.einsum("rti,rik->rtk", x, a[index].astype(x.dtype))
+    return inner * scale[index].astype(x.dtype)[:, None, None]
+
+
+def delta(x: Array, weights: Mapping[str, Array], scale: Array, index: Array | None) -> Array:
+    """What the adapter adds to `x @ w`: scale * (x @ a) @ b. x [rows, T, in] -> [rows, T, out]."""
+    inner = low_rank(x, weights["a"], scale, index)
+    b = weights["b"].astype(x.dtype)
+    return inner @ b if index is None else jnp.einsum("rtk,rko->rto", inner, b[index])
