@@ -26,11 +26,16 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(q [R,T,H,h], k [R,T,K,h], v [R,T,K,h]) -> (attended [R,T,H,h], whatever the caller wants kept of this layer)."""
 
 
+def _along_last(vector: Array, like: Array) -> Array:
+    """[n] shaped to multiply or be added to [..., n]; ranks are never promoted silently."""
+    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """RMSNorm (Zhang & Sennrich 2019), statistics in fp32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * weight.astype(jnp.float32)).astype(x.dtype)
+    return (x32 * _along_last(weight.astype(jnp.float32), x32)).astype(x.dtype)
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
@@ -69,7 +74,7 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
 
 def rope_tables(rope: RopeSpec, head_dim: int, positions: Array) -> tuple[Array, Array]:
     """cos, sin f32[R, T, 1, h] for i32[R, T] positions, ready to multiply [R, T, heads, h]."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope, head_dim))[None, None]
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope, head_dim)).reshape(1, 1, -1)
     angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
     return jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor
 
@@ -97,7 +102,7 @@ def block(
     def linear(inputs: Array, name: str) -> Array:
         out = inputs @ layer[name].astype(inputs.dtype)
         if f"{name}_bias" in layer:
-            out = out + layer[f"{name}_bias"].astype(out.dtype)
+            out = out + _along_last(layer[f"{name}_bias"].astype(out.dtype), out)
         if adapters is not None and name in lora:
             out = out + delta(inputs, lora[name], adapters.scale, adapters.index)
         return out
