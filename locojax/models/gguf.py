@@ -90,7 +90,7 @@ def read(path: Path) -> GgufModel:
         reader = package.GGUFReader(str(path))
     except (ValueError, IndexError, OSError) as error:
         raise ModelError(f"{path} is not a readable GGUF file ({error})", remedy="Download it again") from error
-    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    metadata = {key: _shortest(field.contents()) for key, field in reader.fields.items()}
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         raise ModelError(
@@ -121,6 +121,11 @@ def unpermute(tensor: np.ndarray, num_heads: int) -> np.ndarray:
     """
     rows = tensor.reshape(num_heads, tensor.shape[0] // num_heads // 2, 2, *tensor.shape[1:])
     return rows.swapaxes(1, 2).reshape(tensor.shape)
+
+
+def _shortest(value: Any) -> Any:
+    """A float is stored as f32: 1e-5 comes back as 9.999999747378752e-06. Give the number that was written."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _gguf_package() -> Any:

@@ -40,12 +40,12 @@ DTYPES: Mapping[str, np.dtype] = {
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
-TOP_TENSORS = {
+TOP_TENSORS: Mapping[tuple[str, ...], str] = {
     ("embed",): "model.embed_tokens.weight",
     ("final_norm",): "model.norm.weight",
     ("head",): "lm_head.weight",
 }
-LAYER_NORMS = {
+LAYER_NORMS: Mapping[str, str] = {
     "attn_norm": "input_layernorm.weight",
     "mlp_norm": "post_attention_layernorm.weight",
     "q_norm": "self_attn.q_norm.weight",
@@ -306,7 +306,9 @@ def atomic_directory(directory: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
         yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes it private; a checkpoint is shared like any other file
+        for path in temporary.iterdir():
+            path.chmod(0o644)  # safetensors makes its files private, and mkdtemp the folder
+        temporary.chmod(0o755)
         os.replace(temporary, directory)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

