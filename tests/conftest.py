@@ -1,7 +1,7 @@
 """Settings every test runs under: several CPU devices, strict jax, checked shapes.
 
-`XLA_FLAGS` and the import hook must be in place before jax and `locojax` are imported, so they are set at import time of
-this file, which pytest loads before any test module.
+`XLA_FLAGS` and the import hook must be in place before jax and `locojax` are imported, so they are set when this
+file is imported, which pytest does before any test module.
 """
 
 from __future__ import annotations

@@ -1,0 +1,319 @@
+"""What a person can set: one frozen tree of dataclasses, checked as a whole before anything is loaded.
+
+`load` reads a TOML file and `key=value` arguments into a `Config`; `resolve` turns its "auto" values into numbers, in a
+NEW config, once the model and the platform are known. The run folder keeps the resolved one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
+
+from locojax import settings
+from locojax.errors import ConfigError
+from locojax.settings import setting
+
+Auto = Literal["auto"]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    name: str = setting(
+        "smollm2-135m", "A directory in Hugging Face format, a .gguf file, an alias (smollm2-135m) or a hub id."
+    )
+    max_context: int | Auto = setting("auto", "Longest prompt + completion, in tokens. auto: the model's own.", low=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from and how an answer is graded."""
+
+    source: str = setting(
+        "addition",
+        "A task (addition, successor, subtraction2, sort3, gsm8k, math, reasoning_gym:NAME), a .jsonl or .parquet "
+        "file, or hub:ORG/NAME.",
+    )
+    held_out: str | None = setting(None, "File or hub:ORG/NAME to evaluate on. none: the task's own, or a share.")
+    held_out_share: float = setting(
+        0.1, "Share of the prompts kept for evaluation without `held_out`.", low=0, high=0.9
+    )
+    split: str = setting("train", "Split of a hub data set.")
+    template: str | None = setting(None, "Prompt text with the row's fields in braces. none: the task's own.")
+    answer_field: str = setting("answer", "The row's field that holds the right answer.")
+    system: str | None = setting(None, "System message put before a chat prompt.")
+    reward: str = setting(
+        "task",
+        "exact, last_number, gsm8k, math, or your own as path/to/file.py:function or module:function. "
+        "task: the task's own.",
+    )
+    max_prompt_tokens: int | None = setting(None, "Prompts longer than this are handled by `long_prompts`.", low=1)
+    long_prompts: Literal["refuse", "drop"] = setting("refuse", "What happens to a prompt that is too long.")
+    num_prompts: int | None = setting(None, "Use only this many training prompts (or generate this many).", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled."""
+
+    group_size: int = setting(8, "Completions sampled for each prompt.", low=1)
+    max_tokens: int = setting(64, "Longest completion, in tokens.", low=1)
+    temperature: float = setting(1.0, "Sampling temperature of training rollouts; evaluation is greedy.", above=0)
+    top_k: int = setting(-1, "Sample from the k likeliest tokens. -1: off.", low=-1)
+    top_p: float = setting(1.0, "Sample from the smallest set of tokens with this probability.", above=0, high=1)
+    min_p: float = setting(0.0, "Drop tokens below this share of the likeliest token's probability.", low=0, high=1)
+    stop: tuple[str, ...] | None = setting(None, "Strings that end a completion. none: end-of-sequence tokens only.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "Number format of generation. auto: as training.")
+    max_slots: int | Auto = setting("auto", "Completions decoded at the same time.", low=1)
+    kv_memory_gib: float | Auto = setting("auto", "Memory for the key/value cache, in GiB.", above=0)
+    decode_iterations: int | Auto = setting("auto", "Most tokens per slot decoded by one compiled call.", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GradingConfig:
+    """How rewards are computed."""
+
+    num_workers: int = setting(1, "Grader processes.", low=1)
+    deadline_seconds: float = setting(5.0, "A grade that takes longer is given up, and is unscorable.", above=0)
+    max_unscorable_rate: float = setting(
+        0.1, "Share of a step's grades that may fail; above, the run ends.", low=0, high=1
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """Which weights are trained, and how a batch is cut."""
+
+    method: Literal["full", "lora"] = setting("full", "full: every weight. lora: low-rank adapters only.")
+    lora_rank: int = setting(32, "Rank of the adapters.", low=0)
+    lora_alpha: float = setting(32.0, "Adapters are scaled by alpha / rank (rsLoRA: alpha / sqrt(rank)).", above=0)
+    lora_attention: bool = setting(True, "Adapters on the attention projections.")
+    lora_mlp: bool = setting(True, "Adapters on the MLP projections.")
+    lora_unembed: bool = setting(False, "An adapter on the unembedding.")
+    lora_rslora: bool = setting(False, "Scale adapters by alpha / sqrt(rank).")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Number format of matrix products; weights and sums stay float32. auto: float32 on CPU, else bfloat16."
+    )
+    row_tokens: int | Auto = setting("auto", "Length of a packed row, in tokens.", low=2)
+    rows: int | Auto = setting("auto", "Packed rows per micro-batch: rows x row_tokens is the token budget.", low=1)
+    remat: Literal["auto", "none", "layer"] = setting("auto", "layer: recompute each layer in the backward pass.")
+    advantage: Literal["centred", "standardised", "rloo"] = setting(
+        "centred", "Reward minus group mean; the same over the group's standard deviation; or leave-one-out."
+    )
+    mask_truncated: bool = setting(False, "Don't train on completions cut off by max_tokens.")
+    substeps: int = setting(1, "Optimizer steps per batch of rollouts.", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """The policy loss and its optional KL term."""
+
+    name: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = setting(
+        "importance_sampling", "The policy-gradient loss."
+    )
+    clip_low: float = setting(0.8, "Lower bound on the ratio (ppo, cispo, gspo).", low=0, high=1)
+    clip_high: float = setting(1.2, "Upper bound on the ratio (ppo, cispo, gspo).", low=1)
+    dro_beta: float = setting(0.05, "Strength of dro's quadratic term.", low=0)
+    normalise: Literal["tokens", "completions"] = setting(
+        "completions", "Divide the summed loss by the batch's trained tokens, or by its completions x max_tokens."
+    )
+    kl: Literal["none", "k1", "k2", "k3"] = setting("none", "Estimator of the KL to the starting policy.")
+    kl_coefficient: float = setting(0.0, "Weight of the KL term.", low=0)
+    kl_in: Literal["reward", "loss"] = setting("loss", "Where the KL term goes: off the reward, or onto the loss.")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    learning_rate: float = setting(2e-5, "Peak learning rate.", low=0)
+    schedule: Literal["constant", "linear", "cosine"] = setting("constant", "Decay after warm-up.")
+    warmup_steps: int = setting(0, "Optimizer steps of linear warm-up.", low=0)
+    final_share: float = setting(0.1, "Learning rate at the end, as a share of the peak.", low=0, high=1)
+    beta1: float = setting(0.9, "Decay of the gradient's mean.", low=0, high=0.999999)
+    beta2: float = setting(0.95, "Decay of the gradient's mean square.", low=0, high=0.999999)
+    eps: float = setting(1e-8, "Added to the root mean square.", above=0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay.", low=0)
+    grad_clip_norm: float = setting(1.0, "Largest global gradient norm. 0: no clipping.", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """The run as a whole."""
+
+    name: str = setting("run", "The run folder's name.")
+    dir: str = setting("runs", "Where run folders are kept.")
+    seed: int = setting(0, "Everything drawn at random follows from it.", low=0, high=2**31 - 1)
+    num_steps: int = setting(20, "Training steps.", low=0)
+    prompts_per_step: int = setting(16, "Prompts drawn for each step.", low=1)
+    eval_every: int = setting(5, "Steps between evaluations on held-out prompts. 0: never.", low=0)
+    eval_prompts: int = setting(64, "Held-out prompts per evaluation.", low=1)
+    checkpoint_every: int = setting(10, "Steps between checkpoints. 0: only at the end.", low=0)
+    keep_last: int = setting(2, "Checkpoints kept.", low=1)
+    keep_best: bool = setting(True, "Keep the checkpoint with the best held-out accuracy too.")
+    max_gap: float = setting(
+        1.0,
+        "Refuse to train if sampler and trainer log-probs differ by more at the first step: mean, in nats.",
+        above=0,
+    )
+    deadline_seconds: float = setting(600.0, "Longest wait for another host or a worker.", above=0)
+    cache_dir: str | None = setting(None, "Compiled programs and converted models. none: the user's cache folder.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportConfig:
+    """What a run shows."""
+
+    redraw_seconds: float = setting(30.0, "Shortest time between two drawings of the report.", low=0)
+    tensorboard: bool = setting(False, "Also write TensorBoard events (needs the `tensorboard` extra).")
+    wandb: bool = setting(False, "Also log to Weights & Biases (needs the `wandb` extra).")
+    wandb_project: str = setting("locojax", "Project at Weights & Biases.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything a run is told. Example: load(pathlib.Path("gsm8k.toml"), ["run.seed=1"])"""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    grading: GradingConfig = GradingConfig()
+    training: TrainingConfig = TrainingConfig()
+    loss: LossConfig = LossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    run: RunConfig = RunConfig()
+    report: ReportConfig = ReportConfig()
+
+
+def load(path: pathlib.Path | None, arguments: Iterable[str] = (), *, base: Config | None = None) -> Config:
+    """A checked config: the defaults (or `base`), then the file, then the arguments.
+
+    Raises:
+      ConfigError: the file can't be read; a key is unknown, its value is of the wrong type, out of range, or
+        contradicts another.
+    """
+    written = settings.read_toml(path) if path is not None else []
+    config = settings.assign(base or Config(), written + [settings.read_argument(text) for text in arguments])
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Raises ConfigError for the first pair of settings that contradict each other."""
+    group, training, loss = config.rollout.group_size, config.training, config.loss
+    if group == 1:
+        _contradiction(
+            f"rollout.group_size is 1 and training.advantage is {training.advantage!r}: one completion has nothing to "
+            "be compared with",
+            "Sample at least 2 completions a prompt",
+        )
+    if training.method == "lora":
+        if training.lora_rank == 0:
+            _contradiction("training.method is 'lora' and training.lora_rank is 0", "Use a rank of at least 1")
+        if not (training.lora_attention or training.lora_mlp or training.lora_unembed):
+            _contradiction(
+                "training.method is 'lora' and lora_attention, lora_mlp and lora_unembed are all false",
+                "Switch at least one on: nothing would be trained",
+            )
+    if loss.kl == "none" and loss.kl_coefficient > 0:
+        _contradiction(f"loss.kl_coefficient is {loss.kl_coefficient:g} and loss.kl is 'none'", "Choose k1, k2 or k3")
+    if config.run.prompts_per_step < training.substeps:
+        _contradiction(
+            f"training.substeps is {training.substeps} and run.prompts_per_step is {config.run.prompts_per_step}",
+            "A sub-step needs at least one prompt",
+        )
+    if config.data.reward == "task" and _is_file(config.data.source):
+        _contradiction(
+            f"data.source is the file or data set {config.data.source!r} and data.reward is 'task', but only a task "
+            "has a reward of its own",
+            "Set data.reward, for example to 'last_number'",
+        )
+    context = config.model.max_context
+    if context != "auto" and config.rollout.max_tokens >= context:
+        _contradiction(
+            f"rollout.max_tokens is {config.rollout.max_tokens} and model.max_context is {context}, which leaves no "
+            "room for a prompt",
+            "Lower rollout.max_tokens",
+        )
+
+
+def _contradiction(problem: str, remedy: str) -> None:
+    raise ConfigError(f"Settings contradict each other: {problem}", remedy=remedy)
+
+
+def _is_file(source: str) -> bool:
+    return source.startswith("hub:") or source.endswith((".jsonl", ".parquet"))
+
+
+def resolve(config: Config, *, platform: str, model_context: int, longest_prompt: int) -> Config:
+    """A new config in which no setting but `rollout.kv_memory_gib` is "auto".
+
+    KV memory stays "auto" unless it was set: it follows from what the weights leave free, which the engine sees.
+
+    Args:
+      platform: jax's name of it: "cpu", "gpu" or "tpu".
+      model_context: the longest sequence the model was made for, in tokens.
+      longest_prompt: of this run's training and held-out prompts, in tokens.
+
+    Raises:
+      ConfigError: a set context is longer than the model's, or prompt and completion don't fit in a row.
+    """
+    rollout, training = config.rollout, config.training
+    context = _unless_set(config.model.max_context, model_context)
+    if context > model_context:
+        problem = "Setting 'model.max_context' is longer than the model's own context"
+        raise ConfigError(problem, got=context, expected=f"at most {model_context}")
+    longest = min(longest_prompt + rollout.max_tokens, context)
+    on_cpu = platform == "cpu"
+    dtype = _unless_set(training.compute_dtype, "float32" if on_cpu else "bfloat16")
+    # Attention in a row costs the square of its length where no kernel skips other segments: on CPU, keep rows short.
+    short, long = _round_up(longest, 64), max(4096, _round_up(longest, 128))
+    row_tokens = _unless_set(training.row_tokens, short if on_cpu else long)
+    if row_tokens < longest:
+        problem = "Setting 'training.row_tokens' is too small for the longest prompt and completion"
+        raise ConfigError(problem, got=row_tokens, expected=f"at least {longest}")
+    budget = 2048 if on_cpu else 16384
+    slots = min(_power_of_two(config.run.prompts_per_step * rollout.group_size), 128 if on_cpu else 512)
+    values: dict[str, Any] = {
+        "model.max_context": context,
+        "rollout.dtype": _unless_set(rollout.dtype, dtype),
+        "rollout.max_slots": _unless_set(rollout.max_slots, slots),
+        "rollout.decode_iterations": _unless_set(rollout.decode_iterations, 16),
+        "training.compute_dtype": dtype,
+        "training.row_tokens": row_tokens,
+        "training.rows": _unless_set(training.rows, max(1, budget // row_tokens)),
+        "training.remat": _unless_set(training.remat, "none" if on_cpu else "layer"),
+    }
+    return settings.replace(config, values)
+
+
+def _unless_set(value: Any, automatic: T) -> T:
+    """`automatic` in place of "auto". Any, because no type checker tells "auto" from the other strings of a setting."""
+    return automatic if value == "auto" else value
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def run_folder(config: Config) -> pathlib.Path:
+    """Where this run keeps its config, metrics, samples, report and checkpoints."""
+    return pathlib.Path(config.run.dir) / config.run.name
+
+
+def cache_folder(config: Config | None = None) -> pathlib.Path:
+    """Where compiled programs and converted models are kept: `run.cache_dir`, $LOCOJAX_CACHE, or the user's cache."""
+    if config is not None and config.run.cache_dir is not None:
+        return pathlib.Path(config.run.cache_dir)
+    if "LOCOJAX_CACHE" in os.environ:
+        return pathlib.Path(os.environ["LOCOJAX_CACHE"])
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "locojax"

@@ -1,0 +1,169 @@
+"""The run folder: config.toml, metrics.jsonl, samples/step_00012.jsonl, report.html and report.png.
+
+Everything in it can be read while the run goes on, and survives its crash: a line is whole once it is there, except
+perhaps the last one, which reading back drops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from locojax import settings
+from locojax.config import Config, run_folder
+from locojax.errors import CheckpointError, ConfigError
+from locojax.hosts.metrics import StepMetrics
+from locojax.hosts.report import draw
+from locojax.hosts.writers import make_writers
+from locojax.types import Group
+
+# The report may take this share of the run's time; on a short step it is drawn more rarely.
+_MAX_DRAWING_SHARE = 0.02
+
+
+class RunLog:
+    """Writes one run's folder.
+
+    Args:
+      config: resolved; written to config.toml.
+      resume_at: first step of this process. None: a new run, whose folder must hold no metrics yet. A resumed run drops
+        the lines of steps that will be trained again.
+      held_out_first: accuracy before the first step, if it was evaluated; the report's curve begins with it.
+
+    Raises:
+      ConfigError: the folder already holds a run and `resume_at` is None; a metric writer's package is missing.
+      CheckpointError: the folder can't be written.
+
+    Example:
+      log = RunLog(config, resume_at=None)
+      log.samples(0, groups, advantages)
+      log.step(metrics)
+      log.close()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume_at: int | None = None,
+        held_out_first: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.folder = run_folder(config)
+        self._config, self._clock, self.held_out_first = config, clock, held_out_first
+        self._metrics_path = self.folder / "metrics.jsonl"
+        self.history: list[StepMetrics] = []
+        if resume_at is not None:
+            self.history = [metrics for metrics in read_metrics(self._metrics_path) if metrics.step < resume_at]
+        elif self._metrics_path.exists():
+            remedy = "Continue it with --resume, choose another run.name, or remove the folder"
+            raise ConfigError(f"The run folder {str(self.folder)!r} already holds a run", remedy=remedy)
+        self._writers = make_writers(config, self.folder)  # before the folder is touched: it may refuse
+        with _writing(self.folder):
+            (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+            _replace(self.folder / "config.toml", settings.to_toml(config))
+            _replace(self._metrics_path, "".join(metrics.to_json() + "\n" for metrics in self.history))
+            self._file = self._metrics_path.open("a", encoding="utf-8")
+        self._drawn_at, self._drawing_seconds = clock(), 0.0
+
+    def samples(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
+        """Writes every completion of a step. `advantages[i][j]` belongs to `groups[i].rollouts[j]`."""
+        lines = [
+            json.dumps(sample_row(group, index, advantage), ensure_ascii=False)
+            for group, values in zip(groups, advantages, strict=True)
+            for index, advantage in enumerate(values)
+        ]
+        with _writing(self.folder):
+            _replace(self.folder / "samples" / f"step_{step:05d}.jsonl", "".join(line + "\n" for line in lines))
+
+    def step(self, metrics: StepMetrics) -> None:
+        """Writes a step's numbers, and redraws the report if that is due."""
+        self.history.append(metrics)
+        with _writing(self.folder):
+            self._file.write(metrics.to_json() + "\n")
+            self._file.flush()
+        for writer in self._writers:
+            writer.write(metrics.step, metrics.scalars())
+        pause = max(self._config.report.redraw_seconds, self._drawing_seconds / _MAX_DRAWING_SHARE)
+        if self._clock() - self._drawn_at >= pause:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draws report.html and report.png now."""
+        start = self._clock()
+        with _writing(self.folder):
+            draw(self.folder, self.history, config=self._config, held_out_first=self.held_out_first)
+        self._drawn_at = self._clock()
+        self._drawing_seconds = self._drawn_at - start
+
+    def close(self) -> None:
+        """Draws the final report and closes what is open."""
+        self._file.close()
+        for writer in self._writers:
+            writer.close()
+        if self.history:
+            self.draw()
+
+
+def sample_row(group: Group, index: int, advantage: float) -> dict[str, object]:
+    """One line of a samples file."""
+    rollout = group.rollouts[index]
+    completion = rollout.completion
+    prompt: object = group.prompt.text
+    if group.prompt.messages is not None:
+        prompt = [dict(message) for message in group.prompt.messages]
+    return {
+        "prompt_id": group.prompt.prompt_id,
+        "sample": completion.sample_index,
+        "prompt": prompt,
+        "completion": completion.text,
+        "answer": group.prompt.answer,
+        "reward": rollout.reward.value,
+        "error": rollout.reward.error,
+        "advantage": float(advantage),
+        "stop_reason": completion.stop_reason,
+        "num_tokens": len(completion.tokens),
+        "policy_version": completion.policy_version,
+    }
+
+
+def read_metrics(path: pathlib.Path) -> list[StepMetrics]:
+    """The steps of a metrics.jsonl, [] if there is none; a torn last line (a crash while writing) is dropped.
+
+    Raises:
+      CheckpointError: another line can't be read.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(StepMetrics.from_json(line))
+        except (ValueError, TypeError, KeyError) as error:
+            if number < len(lines):
+                raise CheckpointError(f"{path}, line {number} is not a step's metrics: {error}") from error
+    return found
+
+
+def _replace(path: pathlib.Path, text: str) -> None:
+    """Writes a whole file, so that a reader sees the old one or the new one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+@contextlib.contextmanager
+def _writing(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "Free some space and continue with --resume" if full else "Check run.dir and its permissions"
+        reason = error.strerror or error
+        raise CheckpointError(f"The run folder {str(folder)!r} can't be written: {reason}", remedy=remedy) from error
