@@ -87,6 +87,10 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     return (x32 * cos + rotated * sin).astype(x.dtype)
 
 
+JOINED: Mapping[tuple[str, ...], str] = {("q", "k", "v"): "qkv", ("gate", "up"): "gate_up"}
+"""Weights that read the same input, and the name under which `unstack` stores them side by side."""
+
+
 def block(
     x: Array,
     layer: Params,
@@ -99,18 +103,33 @@ def block(
     """One transformer layer on x [R, T, D]; returns x and what `attend` kept."""
     R, T, _ = x.shape
 
-    def linear(inputs: Array, name: str) -> Array:
+    def multiply(inputs: Array, name: str) -> Array:
         out = inputs @ layer[name].astype(inputs.dtype)
         if f"{name}_bias" in layer:
             out = out + _along_last(layer[f"{name}_bias"].astype(out.dtype), out)
-        if adapters is not None and name in lora:
-            out = out + delta(inputs, lora[name], adapters.scale, adapters.index)
         return out
 
+    def adapt(inputs: Array, out: Array, name: str) -> Array:
+        if adapters is None or name not in lora:
+            return out
+        return out + delta(inputs, lora[name], adapters.scale, adapters.index)
+
+    def linear(inputs: Array, name: str) -> Array:
+        return adapt(inputs, multiply(inputs, name), name)
+
+    def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...]) -> list[Array]:
+        """Projections of one input: one GEMM where `unstack` joined their weights."""
+        joined = JOINED[names]
+        if joined not in layer:
+            return [linear(inputs, name) for name in names]
+        parts = jnp.split(multiply(inputs, joined), np.cumsum(sizes)[:-1], axis=-1)
+        return [adapt(inputs, part, name) for name, part in zip(names, parts, strict=True)]
+
     normed = rms_norm(x, layer["attn_norm"], spec.norm_eps)
-    q = linear(normed, "q").reshape(R, T, spec.num_heads, spec.head_dim)
-    k = linear(normed, "k").reshape(R, T, spec.num_kv_heads, spec.head_dim)
-    v = linear(normed, "v").reshape(R, T, spec.num_kv_heads, spec.head_dim)
+    q, k, v = linears(normed, ("q", "k", "v"), (spec.q_size, spec.kv_size, spec.kv_size))
+    q = q.reshape(R, T, spec.num_heads, spec.head_dim)
+    k = k.reshape(R, T, spec.num_kv_heads, spec.head_dim)
+    v = v.reshape(R, T, spec.num_kv_heads, spec.head_dim)
     if spec.qk_norm:
         q = rms_norm(q, layer["q_norm"], spec.norm_eps)
         k = rms_norm(k, layer["k_norm"], spec.norm_eps)
@@ -118,7 +137,8 @@ def block(
     x = x + linear(attended.reshape(R, T, spec.q_size), "o")
 
     normed = rms_norm(x, layer["mlp_norm"], spec.norm_eps)
-    return x + linear(jax.nn.silu(linear(normed, "gate")) * linear(normed, "up"), "down"), kept
+    gate, up = linears(normed, ("gate", "up"), (spec.intermediate_size,) * 2)
+    return x + linear(jax.nn.silu(gate) * up, "down"), kept
 
 
 REMAT_POLICIES: Mapping[str, Callable[..., Any] | None] = {
@@ -226,11 +246,24 @@ def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> A
 
 
 def unstack(params: Params, spec: ModelSpec, dtype: jnp.dtype | type) -> dict[str, Any]:
-    """The tree decoding wants: layers as a list, cast once, and the head as its own contiguous [D, V]."""
-    layers = [jax.tree.map(lambda leaf, i=i: leaf[i].astype(dtype), params["layers"]) for i in range(spec.num_layers)]
+    """The tree decoding wants: layers as a list, cast once, and the head as its own contiguous [D, V].
+
+    Weights that read the same input are joined along their outputs: at decoding's few rows, one wide GEMM runs at up to
+    twice the rate of the narrow ones it replaces.
+    """
+
+    def one(i: int) -> dict[str, Array]:
+        layer = {name: leaf[i].astype(dtype) for name, leaf in params["layers"].items()}
+        for names, joined in JOINED.items():
+            for suffix in ("", "_bias"):
+                parts = [layer.pop(name + suffix) for name in names if name + suffix in layer]
+                if parts:
+                    layer[joined + suffix] = jnp.concatenate(parts, axis=-1)
+        return layer
+
     return {
         "embed": params["embed"].astype(dtype),
-        "layers": layers,
+        "layers": [one(i) for i in range(spec.num_layers)],
         "final_norm": params["final_norm"].astype(dtype),
         "head": head_weight(params).astype(dtype),
     }

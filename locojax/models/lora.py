@@ -101,7 +101,7 @@ class Adapters:
 
     Attributes:
       tree: one adapter, or N stacked (see the module's head).
-      scale: f32[] or, stacked, f32[N].
+      scale: f32[] or, stacked, f32[N]. Unstacked it may also be f32[rows]: 0 leaves a row unadapted.
       index: i32[rows]: which adapter each row uses; None when there is one for all.
     """
 
@@ -120,7 +120,8 @@ def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:
     x is [rows, T, in]. Unstacked: a [in, r]. Stacked: a [N, in, r] and index i32[rows].
     """
     if index is None:
-        return (x @ a.astype(x.dtype)) * scale.astype(x.dtype)
+        per_row = scale if scale.ndim == 0 else scale[:, None, None]
+        return (x @ a.astype(x.dtype)) * per_row.astype(x.dtype)
     inner = jnp.einsum("rti,rik->rtk", x, a[index].astype(x.dtype))
     return inner * scale[index].astype(x.dtype)[:, None, None]
 
