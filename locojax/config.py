@@ -102,8 +102,9 @@ class TrainingConfig:
     row_tokens: int | Auto = setting("auto", "Length of a packed row, in tokens.", low=2)
     rows: int | Auto = setting("auto", "Packed rows per micro-batch: rows x row_tokens is the token budget.", low=1)
     remat: Literal["auto", "none", "layer"] = setting("auto", "layer: recompute each layer in the backward pass.")
-    advantage: Literal["centred", "standardised", "rloo"] = setting(
-        "centred", "Reward minus group mean; the same over the group's standard deviation; or leave-one-out."
+    advantage: Literal["mean", "std", "rloo"] = setting(
+        "mean",
+        "mean: reward minus the group's mean (Dr. GRPO). std: also over its standard deviation. rloo: leave-one-out.",
     )
     mask_truncated: bool = setting(False, "Don't train on completions cut off by max_tokens.")
     substeps: int = setting(1, "Optimizer steps per batch of rollouts.", low=1)

@@ -98,8 +98,8 @@ def test_out_of_range():
 
 
 def test_contradictions():
-    assert refusal("rollout.group_size=1", "training.advantage=standardised") == (
-        "Settings contradict each other: rollout.group_size is 1 and training.advantage is 'standardised': one "
+    assert refusal("rollout.group_size=1", "training.advantage=std") == (
+        "Settings contradict each other: rollout.group_size is 1 and training.advantage is 'std': one "
         "completion has nothing to be compared with. Sample at least 2 completions a prompt."
     )
     assert "training.lora_rank is 0" in refusal("training.method=lora", "training.lora_rank=0")

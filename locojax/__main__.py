@@ -1,0 +1,7 @@
+"""`python -m locojax`: the same as the `locojax` command."""
+
+import sys
+
+from locojax.cli import main
+
+sys.exit(main())

@@ -1,0 +1,193 @@
+"""The command line: `locojax train CONFIG.toml key=value...` and `locojax demo`.
+
+Rooms that import jax are imported only once there is something to run, so that help and refusals come at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import importlib.resources
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+import locojax
+from locojax import settings
+from locojax.config import Config, cache_folder, load
+from locojax.errors import ConfigError, LocoError
+
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code: 0, 1 (the run failed), 2 (the input is at fault), 130 (Ctrl-C).
+
+    Args:
+      argv: the arguments, sys.argv's if None.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    errors = Console(stderr=True)
+    debug = "--debug" in arguments
+    try:
+        options = _parse(arguments)
+        return options.command(options, arguments)
+    except LocoError as error:
+        if debug:
+            errors.print_exception()
+        _show(errors, type(error).__name__, error)
+        return error.exit_code
+    except KeyboardInterrupt:
+        errors.print("Stopped by Ctrl-C.", style="bold red")
+        return INTERRUPTED
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    # argparse wants positionals together; settings may stand anywhere, so those after an option come back as unknown.
+    options, late = _parser().parse_known_args(arguments)
+    if unknown := [text for text in late if text.startswith("-")]:
+        raise ConfigError(f"Unknown option {unknown[0]!r}", remedy="See `locojax COMMAND --help`")
+    options.words += late
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="locojax",
+        description="Post-train language models with reinforcement learning, on JAX.",
+        epilog="`locojax COMMAND --help` says more about one command.",
+    )
+    parser.add_argument("--version", action="version", version=f"locojax {locojax.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    train = _command(commands, "train", "CONFIG.toml", "post-train a model as a configuration file says")
+    train.add_argument("--dry-run", action="store_true", help="show settings, parameters and memory; train nothing")
+    train.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    train.set_defaults(command=_train)
+    demo = _command(commands, "demo", "", "watch SmolLM2-135M learn one-digit addition on this machine, in minutes")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with a wrong argument reported as every other error is."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message[0].upper()}{message[1:]}", remedy=f"See `{self.prog} --help`")
+
+
+def _command(commands: argparse._SubParsersAction[_Parser], name: str, file: str, summary: str) -> _Parser:
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage=" ".join(["locojax", name, *filter(None, [file]), "[key=value ...] [options]"]),
+        epilog=settings_help(),
+    )
+    about = "settings, over the file's; all are listed below" if file else "settings; all are listed below"
+    parser.add_argument("words", metavar="key=value", nargs="*", help=about)
+    parser.add_argument("--debug", action="store_true", help="show where an error was raised")
+    return parser
+
+
+def settings_help() -> str:
+    """Every setting with its type, range, default and document, by section. Example of a line pair:
+
+    rollout.top_p=1.0               a number: above 0, at most 1
+        Sample from the smallest set of tokens with this probability.
+    """
+    lines: list[str] = []
+    section = None
+    for leaf in settings.leaves(Config):
+        head = leaf.key.partition(".")[0]
+        if head != section:
+            document = getattr(Config(), head).__doc__
+            lines += ["", f"{head}: {document}"]
+            section = head
+        kind = settings.type_name(leaf.type)
+        if limits := settings.range_name(leaf):
+            kind += f": {limits}"
+        lines += [f"  {leaf.key + '=' + _default(leaf):<36} {kind}", f"      {leaf.doc}"]
+    return "settings, each with its default:\n" + "\n".join(lines)
+
+
+def _default(leaf: settings.Leaf) -> str:
+    """The default as it would be written after `key=`."""
+    return "none" if leaf.default is None else str(leaf.default).lower() if leaf.type is bool else str(leaf.default)
+
+
+def _train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    files = [text for text in options.words if "=" not in text]
+    if len(files) > 1:
+        problem = f"{files[1]!r} is neither a setting nor the configuration file, which is {files[0]!r}"
+        raise ConfigError(problem, expected="locojax train CONFIG.toml key=value ...")
+    config = load(pathlib.Path(files[0]) if files else None, [text for text in options.words if "=" in text])
+    if options.dry_run:
+        return _dry_run(config)
+    with _resume_hint(arguments):
+        return _run(config, resume=options.resume)
+
+
+def _demo(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    with importlib.resources.as_file(importlib.resources.files("locojax") / "demo.toml") as path:
+        config = load(path)
+    # Every demo is a run of its own: a second one must not stumble over the first one's folder.
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    arguments = [f"run.name=demo-{now}", *options.words]
+    return _run(load(None, arguments, base=config), resume=False)
+
+
+def _dry_run(config: Config) -> int:
+    colocated = _prepare(config)
+    resolved, rows = colocated.describe(config)
+    print(settings.to_toml(resolved))
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
+
+
+def _run(config: Config, *, resume: bool) -> int:
+    from locojax.measure.timeline import Timeline
+
+    result = _prepare(config).run(config, resume=resume, timer=Timeline())
+    print(f"report: {pathlib.Path(result.folder) / 'report.html'}")
+    print(result.line())
+    return 0
+
+
+def _prepare(config: Config) -> ModuleType:
+    """The loop, with jax set up to keep its compiled programs from run to run."""
+    # Set in the environment, before jax is imported, so that grader processes and other hosts' launchers inherit it.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder(config) / "xla"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    return importlib.import_module("locojax.hosts.colocated")
+
+
+@contextlib.contextmanager
+def _resume_hint(arguments: Sequence[str]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        command = shlex.join(["locojax", *(text for text in arguments if text != "--resume"), "--resume"])
+        Console(stderr=True).print(Text(f"To go on from the last checkpoint: {command}"), soft_wrap=True)
+        raise
+
+
+def _show(console: Console, title: str, error: LocoError) -> None:
+    parts = [("", error.problem), ("got", error.got), ("expected", error.expected), ("", error.remedy)]
+    lines = [f"{label}: {value}" if label else str(value) for label, value in parts if value is not None]
+    if not console.is_terminal:  # a log is searched by line, and a frame is noise there
+        console.print(Text(f"{title}: {error}"), soft_wrap=True)
+        return
+    console.print(Panel(Text("\n".join(lines)), title=title, title_align="left", border_style="red", style="red"))
