@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -160,13 +161,13 @@ class TreeBuilder:
         if self._missing:
             raise ModelError(
                 f"{self._source} lacks {len(self._missing)} of the tensors that its config promises",
-                got=f"no {_first_five(self._missing)}",
+                got=f"no {first_five(self._missing)}",
                 remedy="Download the checkpoint again, or check that its config belongs to these weights",
             )
         if self._unread:
             raise ModelError(
                 f"{self._source} holds {len(self._unread)} tensors that this model has no place for",
-                got=_first_five(self._unread),
+                got=first_five(self._unread),
                 remedy="Its config describes another model than the weights; loading would drop them in silence",
             )
         if self._duplicate_head is not None:
@@ -221,7 +222,7 @@ def shard_paths(directory: Path) -> list[Path]:
         others = sorted(path.name for path in directory.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
         raise ModelError(
             f"{directory} has no weights that can be read" if not index.is_file() else f"{directory} is incomplete",
-            got=f"no {_first_five(missing or ['weight_map'])}" + (f", but {_first_five(others)}" if others else ""),
+            got=f"no {first_five(missing or ['weight_map'])}" + (f", but {first_five(others)}" if others else ""),
             expected=f"{SINGLE_FILE}, or {INDEX_FILE} and its shards",
             remedy="Convert the checkpoint to safetensors" if others else "Download the checkpoint again",
         )
@@ -265,38 +266,34 @@ def save_directory(
     """
     if directory.exists() and any(directory.iterdir()):
         raise CheckpointError(f"{directory} exists and is not empty", remedy="Choose another directory")
-    by_leaf: dict[tuple[str, ...], list[tuple[str, Slot]]] = {}
-    for name, slot in slots(spec).items():
-        by_leaf.setdefault(slot.leaf, []).append((name, slot))
-    leaves = flatten(params)
-    written = DTYPES[dtype] if dtype != "stored" else np.dtype(leaves["embed",].dtype)
+    leaves, table = flatten(params), slots(spec)
+    types = {path: np.dtype(leaf.dtype) if dtype == "stored" else DTYPES[dtype] for path, leaf in leaves.items()}
     sizes = {
-        name: math.prod(leaves[leaf].shape[slot.layer is not None :])
-        * (leaves[leaf].dtype if dtype == "stored" else written).itemsize
-        for leaf, entries in by_leaf.items()
-        for name, slot in entries
+        name: math.prod(leaves[slot.leaf].shape[0 if slot.layer is None else 1 :]) * types[slot.leaf].itemsize
+        for name, slot in table.items()
     }
-    shard_of = _assign_shards(sizes, max_shard_bytes)
+    file_of = _assign_shards(sizes, max_shard_bytes)
     try:
         with atomic_directory(directory) as temporary:
-            pending: dict[str, np.ndarray] = {}
-            for leaf, entries in by_leaf.items():
-                array = np.asarray(leaves[leaf])
-                for name, slot in entries:
-                    if pending and shard_of[next(iter(pending))] != shard_of[name]:
-                        save_file(pending, temporary / shard_of[next(iter(pending))], {"format": "pt"})
-                        pending = {}
-                    tensor = array if slot.layer is None else array[slot.layer]
-                    tensor = tensor.T if slot.transpose else tensor
-                    pending[name] = np.ascontiguousarray(tensor, None if dtype == "stored" else written)
-            save_file(pending, temporary / shard_of[next(iter(pending))], {"format": "pt"})
-            if len(set(shard_of.values())) > 1:
-                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": shard_of}
+            for file, names in itertools.groupby(table, key=file_of.__getitem__):
+                shard = {
+                    name: _stored(leaves[table[name].leaf], table[name], types[table[name].leaf]) for name in names
+                }
+                save_file(shard, temporary / file, {"format": "pt"})
+            if len(set(file_of.values())) > 1:
+                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": file_of}
                 (temporary / INDEX_FILE).write_text(json.dumps(index, indent=2))
-            saved_config = {key: value for key, value in config.items() if key != "torch_dtype"}
-            (temporary / "config.json").write_text(json.dumps({**saved_config, "dtype": written.name}, indent=2))
+            saved = {key: value for key, value in config.items() if key != "torch_dtype"}
+            saved["dtype"] = types["embed",].name
+            (temporary / "config.json").write_text(json.dumps(saved, indent=2))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"Could not write the model to {directory} ({error})") from error
+
+
+def _stored(leaf: Any, slot: Slot, dtype: np.dtype) -> np.ndarray:
+    """One tensor as Hugging Face stores it, cut from its leaf (numpy or jax) before it is copied to the host."""
+    tensor = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
+    return np.ascontiguousarray(tensor.T if slot.transpose else tensor, dtype)
 
 
 @contextlib.contextmanager
@@ -327,6 +324,7 @@ def _assign_shards(sizes: Mapping[str, int], max_shard_bytes: int) -> dict[str, 
     return {name: f"model-{index + 1:05d}-of-{number + 1:05d}.safetensors" for name, index in numbers.items()}
 
 
-def _first_five(names: Iterable[str]) -> str:
+def first_five(names: Iterable[str]) -> str:
+    """Names for an error's text: enough to see what is wrong, not a page."""
     names = list(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
