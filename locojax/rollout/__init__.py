@@ -1,0 +1,1 @@
+"""One host's generation engine: request -> schedule -> run -> finish."""

@@ -1,0 +1,184 @@
+"""Logits -> a token and its log-prob, on the device.
+
+A token is drawn by inverting the cumulative distribution in two levels: first a block of the vocabulary by the blocks'
+masses, then a token within it. Two uniforms a row are all the randomness there is; a Gumbel draw over 49k-256k logits
+would spend more time on random bits than the model spends on its head. The blocks' masses also give the log-normalizer.
+
+A row's draw depends on its own logits, settings and key alone, never on which other rows share the batch.
+Shape letters: B rows, V vocab, N blocks, S tokens of a block, M candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from locojax.types import LogprobsOf, SamplingParams
+
+MAX_CANDIDATES = 256
+"""Truncation looks at this many of the likeliest tokens first, and sorts the whole row only where they don't decide."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SamplerRows:
+    """How each row draws. Filled by the engine from SamplingParams.
+
+    Attributes:
+      key: u32[B, 2], from `key_of`. position: i32[B], how many tokens the sample has so far.
+      temperature: f32[B], 0 is argmax. top_k: i32[B], 0 is off. top_p: f32[B], 1 is off. min_p: f32[B], 0 is off.
+    """
+
+    key: Array
+    position: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+
+
+def key_of(seed: int, sample_index: int) -> np.ndarray:
+    """u32[2]: the key of a sample, the same on every host and slot."""
+    digest = hashlib.blake2b(f"{seed}/{sample_index}".encode(), digest_size=8).digest()
+    return np.frombuffer(digest, "<u4").copy()
+
+
+def settings_of(params: SamplingParams) -> tuple[float, int, float, float]:
+    """(temperature, top_k, top_p, min_p) as SamplerRows wants them: off is 0, 0, 1, 0."""
+    return params.temperature, max(params.top_k, 0), params.top_p, params.min_p
+
+
+def block_size(vocab_size: int) -> int:
+    """The divisor of the vocabulary nearest to 256, so that no padded copy of the logits is needed; else 256."""
+    divisors = [d for d in range(32, 2049) if vocab_size % d == 0]
+    return min(divisors, key=lambda d: abs(d - 256)) if divisors else min(256, vocab_size)
+
+
+def _blocks(logits: Array) -> Array:
+    """f32[B, V] -> f32[B, N, S], padded with -inf where V has no good divisor."""
+    B, V = logits.shape
+    S = block_size(V)
+    pad = -V % S
+    if pad:
+        logits = jnp.pad(logits, ((0, 0), (0, pad)), constant_values=-jnp.inf)
+    return logits.reshape(B, (V + pad) // S, S)
+
+
+def _pick_row(values: Array, index: Array) -> Array:
+    """values[b, index[b]]: [B, N, ...] -> [B, ...]."""
+    return jax.vmap(lambda row, i: row[i])(values, index)
+
+
+def uniforms(rows: SamplerRows) -> Array:
+    """f32[B, 2] in [0, 1): one for each level, a function of (seed, sample index, position) only."""
+
+    def draw(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position), (2,))
+
+    return jax.vmap(draw)(rows.key, rows.position)
+
+
+def invert(masses: Array, u: Array) -> Array:
+    """i32[B]: the first index whose cumulative mass passes `u` of the total; never one without mass.
+
+    masses f32[B, N] >= 0, u f32[B] in [0, 1). A parallel sum need not be monotone to the last bit, so an index without
+    mass is refused outright; and should rounding leave none, the heaviest is taken.
+    """
+    cumulative = jnp.cumsum(masses, axis=-1)
+    target = u * cumulative[:, -1]
+    hit = (cumulative > target[:, None]) & (masses > 0)
+    return jnp.where(jnp.any(hit, axis=-1), jnp.argmax(hit, axis=-1), jnp.argmax(masses, axis=-1)).astype(jnp.int32)
+
+
+def _draw_sorted(
+    scaled: Array, ids: Array, total: Array, rows: SamplerRows, u: Array, vocab: int
+) -> tuple[Array, Array]:
+    """Draws from the likeliest tokens, sorted, truncated by each row's settings. -> (token i32[B], decided bool[B]).
+
+    scaled f32[B, M] descending, the row's maximum at 0; ids i32[B, M]; total f32[B] the mass of the whole row.
+    Order of the filters: top-k; top-p over what top-k left (the smallest set with at least that mass; the likeliest
+    token always stays, Holtzman et al. 2020); min-p relative to the likeliest (Nguyen et al. 2024). Each keeps a prefix
+    of the sorted row, so the three together do. Decided: the prefix ends within the M candidates.
+    """
+    M = scaled.shape[1]
+    order = jnp.arange(M, dtype=jnp.int32)[None]
+    mass = jnp.exp(scaled)
+    top_k = jnp.where(rows.top_k > 0, rows.top_k, vocab)[:, None]
+    in_k = order < top_k
+    cumulative = jnp.cumsum(jnp.where(in_k, mass, 0.0), axis=-1)
+    total = jnp.where(rows.top_k > 0, cumulative[:, -1], total)  # if top_k > M the row is undecided or needs less than M
+    before = jnp.concatenate([jnp.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
+    in_p = (rows.top_p >= 1.0)[:, None] | (before < (rows.top_p * total)[:, None])
+    in_min = mass >= (rows.min_p * mass[:, 0])[:, None]
+    keep = (in_k & in_p & in_min) | (order == 0)
+    ended = ~keep[:, -1] | (M >= vocab)
+    # A top-k beyond the candidates changes the total that top-p is a share of, so then only min-p can have decided.
+    total_known = (top_k[:, 0] <= M) | (rows.top_k == 0) | (rows.top_p >= 1.0) | (M >= vocab)
+    exact_k = (top_k[:, 0] == M) & keep[:, -1]
+    index = invert(jnp.where(keep, mass, 0.0), u[:, 0])
+    return _pick_row(ids, index), (ended & total_known) | exact_k
+
+
+def _draw_truncated(scaled: Array, total: Array, truncated: Array, rows: SamplerRows, u: Array) -> Array:
+    """Draws of the truncated rows, exactly: from the candidates, or from a full sort where they don't decide."""
+    V = scaled.shape[1]
+    values, ids = jax.lax.top_k(scaled, min(MAX_CANDIDATES, V))
+    token, decided = _draw_sorted(values, ids, total, rows, u, V)
+
+    def sort_all(token: Array) -> Array:
+        values, ids = jax.lax.top_k(scaled, V)
+        return jnp.where(decided, token, _draw_sorted(values, ids, total, rows, u, V)[0])
+
+    return jax.lax.cond(jnp.any(truncated & ~decided), sort_all, lambda token: token, token)
+
+
+@partial(jax.jit, static_argnames="logprobs_of")
+def sample(logits: Array, rows: SamplerRows, logprobs_of: LogprobsOf = "raw") -> tuple[Array, Array]:
+    """One token a row, and its log-prob. logits f32[B, V] -> i32[B], f32[B].
+
+    `raw` log-probs are of softmax(logits); `tempered` of softmax(logits / temperature), which for argmax (temperature
+    0) puts everything on one token: 0. Truncation never changes the log-prob reported.
+    """
+    blocks = _blocks(logits)
+    block_max = jnp.max(blocks, axis=-1)
+    largest = jnp.max(block_max, axis=-1)
+    raw_masses = jnp.sum(jnp.exp(blocks - largest[:, None, None]), axis=-1)
+    greedy = rows.temperature == 0.0
+    plain = (rows.temperature == 1.0) | greedy
+    scale = jnp.where(plain, 1.0, 1.0 / jnp.where(greedy, 1.0, rows.temperature))
+
+    def scaled_masses() -> Array:
+        scaled = (blocks - largest[:, None, None]) * scale[:, None, None]
+        return jnp.where(plain[:, None], raw_masses, jnp.sum(jnp.exp(scaled), axis=-1))
+
+    masses = jax.lax.cond(jnp.all(plain), lambda: raw_masses, scaled_masses)
+    total = jnp.sum(masses, axis=-1)
+    u = uniforms(rows)
+
+    block = invert(masses, u[:, 0])
+    chosen = (_pick_row(blocks, block) - largest[:, None]) * scale[:, None]
+    token = block * blocks.shape[2] + invert(jnp.exp(chosen), u[:, 1])
+
+    truncated = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
+
+    def truncate(token: Array) -> Array:
+        scaled = (logits - largest[:, None]) * scale[:, None]
+        drawn = _draw_truncated(scaled, total, truncated, rows, u)
+        return jnp.where(truncated, drawn, token)
+
+    token = jax.lax.cond(jnp.any(truncated), truncate, lambda token: token, token)
+
+    best_block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)  # the first of equals, at both levels
+    best = best_block * blocks.shape[2] + jnp.argmax(_pick_row(blocks, best_block), axis=-1).astype(jnp.int32)
+    token = jnp.where(greedy, best, token)
+
+    above = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - largest
+    if logprobs_of == "raw":
+        return token, above - jnp.log(jnp.sum(raw_masses, axis=-1))
+    return token, jnp.where(greedy, 0.0, above * scale - jnp.log(total))
