@@ -165,7 +165,7 @@ def test_a_reward_that_cannot_be_used_is_refused_at_once(reward_file: str, make,
 
 def test_a_reward_that_raises_or_exits_while_loading_is_refused(tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text("table = {}\ntable['key']\ndef f(a, b, c, d): return 0.0\n")
-    with pytest.raises(GradingError, match=r"Loading the reward from .*raises.py failed. Got: KeyError: 'key' \(.*:2\)"):
+    with pytest.raises(GradingError, match=r"the reward from .*raises.py failed. Got: KeyError: 'key' \(.*:2\)"):
         Grader(f"{tmp_path}/raises.py:f")
     (tmp_path / "exits.py").write_text("import os\nos._exit(3)\n")
     with pytest.raises(GradingError, match=r"ended while it loaded the reward .* \(exit code 3\)"):

@@ -21,7 +21,7 @@ _LATEX_FRACTION = re.compile(r"([+-]?)\\frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}
 _TRAILING_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf)\{[^{}]*\}(?:\^\{?\d\}?)?$")
 _TRAILING_UNIT = re.compile(r"(?<=\d) +[A-Za-z]{2}[A-Za-z ]*$")
 _PHRASE = re.compile(r"\banswer(?: is|:| =)[ :]*([^\n]*)", re.IGNORECASE)
-_BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\.|[{}]", re.DOTALL)
+_BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\(?:boxed|fbox)\s+(-?[A-Za-z0-9.]*[A-Za-z0-9])|\\.|[{}]", re.DOTALL)
 
 
 def after_thinking(prompt_text: str, completion_text: str) -> str | None:
@@ -36,12 +36,14 @@ def after_thinking(prompt_text: str, completion_text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` that is closed, braces balanced (escaped ones don't count)."""
+    r"""Content of the last `\boxed{...}` that is closed, braces balanced (escaped ones don't count), or of `\boxed 9`."""
     open_boxes: list[int | None] = []  # per open brace: where the content starts if it opens a box, else None
     start, end = -1, -1
     for match in _BRACES.finditer(text):
         if match.group(1):
             open_boxes.append(match.end())
+        elif match.group(2):
+            start, end = match.span(2)
         elif match.group() == "{":
             open_boxes.append(None)
         elif match.group() == "}" and open_boxes:
@@ -52,8 +54,8 @@ def last_box(text: str) -> str | None:
 
 
 def has_box(text: str) -> bool:
-    r"""Whether a `\boxed{` is there at all, closed or not."""
-    return any(match.group(1) for match in _BRACES.finditer(text))
+    r"""Whether a `\boxed{` or `\boxed 9` is there at all, closed or not."""
+    return any(match.group(1) or match.group(2) for match in _BRACES.finditer(text))
 
 
 def last_number_text(text: str) -> str | None:
@@ -129,7 +131,7 @@ class Collection:
 
 
 def collection(text: str) -> Collection | None:
-    """Read a bracketed list of scalars; a set's items are sorted, so that order does not count. None if it isn't one."""
+    """Read a bracketed list of scalars; a set's items are sorted, as order does not count there. None if it is none."""
     if len(text) > MAX_COLLECTION_CHARS:
         return None
     text = clean(text).replace("\\{", "{").replace("\\}", "}")

@@ -1,4 +1,4 @@
-"""Which prompts a step trains on: a seeded order, epoch by epoch, that a resume continues without a state of its own."""
+"""Which prompts a step trains on: a seeded order, epoch by epoch, that a resume continues without any state."""
 
 from __future__ import annotations
 

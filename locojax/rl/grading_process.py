@@ -23,7 +23,7 @@ _PROGRAM = "import sys; from locojax.rl.grading_worker import main; main(int(sys
 
 
 class GradingProcess:
-    """One process with one reward function loaded. `run` and `wait_until_loaded` belong to one thread; `kill` to any."""
+    """One process with one reward function loaded. `run` and `wait_until_loaded` are for one thread; `kill` for any."""
 
     def __init__(self, spec: str, deadline_seconds: float):
         self._spec, self._deadline_seconds = spec, deadline_seconds

@@ -203,8 +203,10 @@ def _load_module(place: str) -> ModuleType:
             return importlib.import_module(place)
         path = Path(place)
         if not path.is_file():
-            raise GradingError(f"The reward's file {place} does not exist", remedy="Check the path (from the current "
-                               f"folder, {os.getcwd()})")
+            raise GradingError(
+                f"The reward's file {place} does not exist",
+                remedy=f"Check the path (from the current folder, {os.getcwd()})",
+            )
         module_spec = importlib.util.spec_from_file_location(f"locojax_reward_{path.stem}", path)
         if module_spec is None or module_spec.loader is None:
             raise GradingError(f"The reward's file {place} can't be loaded as Python")
