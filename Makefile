@@ -24,7 +24,7 @@ test-core: $(VENV)/.ready-to-test
 	@$(VENV)/bin/python -m pytest -q --durations=5 -m "not extended" --ignore=tests/e2e
 
 lint: $(VENV)/.ready-to-test
-	@$(VENV)/bin/ruff check locojax tests benchmarks examples
+	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/mypy
 
 clean:

@@ -46,7 +46,8 @@ class DataConfig:
     split: str = setting("train", "Split of a hub data set.")
     template: str | None = setting(None, "Prompt text with the row's fields in braces. none: the task's own.")
     answer_field: str = setting("answer", "The row's field that holds the right answer.")
-    system: str | None = setting(None, "System message put before a chat prompt.")
+    chat: bool = setting(True, "Send the prompt through the model's chat template, instead of as plain text.")
+    system: str | None = setting(None, "System message of a chat; may name the row's fields.")
     reward: str = setting(
         "task",
         "exact, last_number, gsm8k, math, or your own as path/to/file.py:function or module:function. "
@@ -81,7 +82,7 @@ class GradingConfig:
     num_workers: int = setting(1, "Grader processes.", low=1)
     deadline_seconds: float = setting(5.0, "A grade that takes longer is given up, and is unscorable.", above=0)
     max_unscorable_rate: float = setting(
-        0.1, "Share of a step's grades that may fail; above, the run ends.", low=0, high=1
+        0.1, "Share of recent grades that may fail; above, the run ends.", low=0, high=1
     )
 
 
