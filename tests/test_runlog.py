@@ -30,12 +30,12 @@ def run_config(folder: pathlib.Path, *arguments: str):
 
 def test_the_folder_of_a_run(tmp_path):
     config = run_config(tmp_path)
-    log = RunLog(config, held_out_first=0.05)
+    log = RunLog(config)
     completion = Completion(0, (24, 2), np.zeros(2, np.float32), "7 ☃", "stop", 2, policy_version=0)
     broken = Rollout(Completion(1, (24,), np.zeros(1, np.float32), "8", "length", None, 0), Reward(None, "timed out"))
     prompt = Prompt("addition/17", "3+4=", answer="7", messages=({"role": "user", "content": "3+4="},))
     log.samples(0, [Group(prompt, (Rollout(completion, Reward(1.0)), broken))], [np.array([0.5, 0.0])])
-    log.step(step_metrics(0, held_out=0.1))
+    log.step(step_metrics(0, held_out_before=0.05, held_out=0.1))
     log.step(step_metrics(1, reward_mean=math.nan))
     log.close()
     folder = tmp_path / "one"
@@ -56,7 +56,7 @@ def test_the_folder_of_a_run(tmp_path):
     }
     assert (rows[1]["reward"], rows[1]["error"], rows[1]["stop_reason"]) == (None, "timed out", "length")
     back = read_metrics(folder / "metrics.jsonl")
-    assert back[0] == step_metrics(0, held_out=0.1)
+    assert back[0] == step_metrics(0, held_out_before=0.05, held_out=0.1)
     assert math.isnan(back[1].reward_mean)
     assert (folder / "report.png").read_bytes()[:4] == b"\x89PNG"
     page = (folder / "report.html").read_text("utf-8")
@@ -68,11 +68,12 @@ def test_the_folder_of_a_run(tmp_path):
     assert not list(folder.glob("*.tmp"))
 
 
-def test_a_step_can_be_read_while_the_run_goes_on(tmp_path):
-    log = RunLog(run_config(tmp_path))
-    log.step(step_metrics(0))
-    assert read_metrics(tmp_path / "one" / "metrics.jsonl") == [step_metrics(0)]
-    log.close()
+def test_a_step_can_be_read_while_the_run_goes_on_and_a_crash_leaves_a_report(tmp_path):
+    with pytest.raises(KeyError), RunLog(run_config(tmp_path)) as log:
+        log.step(step_metrics(0))
+        assert read_metrics(tmp_path / "one" / "metrics.jsonl") == [step_metrics(0)]
+        raise KeyError
+    assert (tmp_path / "one" / "report.html").exists()
 
 
 def test_a_new_run_does_not_overwrite_an_old_one(tmp_path):
@@ -196,9 +197,9 @@ def test_accounting_adds_up_in_bars_and_table():
 
 
 def test_held_out_points_lie_at_the_updates_they_measured():
-    history = [step_metrics(0), step_metrics(1, held_out=0.5)]
-    assert held_out_curve(history, 0.1) == [(0, 0.1), (2, 0.5)]
-    assert held_out_curve(history, None) == [(2, 0.5)]
+    history = [step_metrics(0, held_out_before=0.1), step_metrics(1, held_out=0.5)]
+    assert held_out_curve(history) == [(0, 0.1), (2, 0.5)]
+    assert held_out_curve(history[1:]) == [(2, 0.5)]
 
 
 def test_scalars_hold_every_number():

@@ -40,6 +40,7 @@ class StepMetrics:
     loss: float
     grad_norm: float
     learning_rate: float
+    held_out_before: float | None = None  # accuracy before this step, if it was measured (a run's first step)
     held_out: float | None = None  # accuracy, if this step ended with an evaluation
     update_skipped: str | None = None  # why the optimizer step was not applied
     extra: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what one loss or task adds

@@ -44,14 +44,12 @@ _STYLE = {
 }
 
 
-def draw(
-    folder: pathlib.Path, history: Sequence[StepMetrics], *, config: Config, held_out_first: float | None = None
-) -> None:
+def draw(folder: pathlib.Path, history: Sequence[StepMetrics], config: Config) -> None:
     """Writes `folder`/report.html and report.png.
 
     Args:
       history: at least one step, in order.
-      held_out_first: accuracy before the first step, where the held-out curve begins.
+      config: the run's, resolved.
 
     Raises:
       OSError: the folder can't be written.
@@ -59,20 +57,20 @@ def draw(
     import matplotlib  # takes most of a second to import; `locojax --help` must not wait for it
 
     with matplotlib.rc_context(_STYLE):
-        figure = _figure(history, held_out_first)
+        figure = _figure(history)
         picture = io.StringIO()
         figure.savefig(picture, format="svg", metadata={"Date": None})
         unfinished = folder / "report.png.tmp"
         figure.savefig(unfinished, format="png", dpi=110)
     os.replace(unfinished, folder / "report.png")
     svg = picture.getvalue()
-    page = _page(svg[svg.index("<svg") :], history, config, held_out_first)
+    page = _page(svg[svg.index("<svg") :], history, config)
     unfinished = folder / "report.html.tmp"
     unfinished.write_text(page, encoding="utf-8")
     os.replace(unfinished, folder / "report.html")
 
 
-def _figure(history: Sequence[StepMetrics], held_out_first: float | None) -> Any:
+def _figure(history: Sequence[StepMetrics]) -> Any:
     from matplotlib.figure import Figure  # not pyplot: it keeps figures in a global
     from matplotlib.ticker import MaxNLocator
 
@@ -80,7 +78,7 @@ def _figure(history: Sequence[StepMetrics], held_out_first: float | None) -> Any
     # Fixed places: matplotlib's layout engines take longer than the rest of the drawing.
     places = {"left": 0.055, "right": 0.885, "bottom": 0.065, "top": 0.955, "hspace": 0.3, "wspace": 0.17}
     axes = figure.subplots(2, 2, gridspec_kw=places)
-    _draw_reward(axes[0, 0], history, held_out_first)
+    _draw_reward(axes[0, 0], history)
     _draw_account(axes[0, 1], history)
     _draw_gap(axes[1, 0], history)
     _draw_shares(axes[1, 1], history)
@@ -89,17 +87,22 @@ def _figure(history: Sequence[StepMetrics], held_out_first: float | None) -> Any
     return figure
 
 
-def held_out_curve(history: Sequence[StepMetrics], first: float | None) -> list[tuple[int, float]]:
+def held_out_curve(history: Sequence[StepMetrics]) -> list[tuple[int, float]]:
     """(updates so far, accuracy) of every evaluation."""
-    curve = [] if first is None or not history else [(history[0].step, first)]
-    return curve + [(metrics.step + 1, metrics.held_out) for metrics in history if metrics.held_out is not None]
+    curve = []
+    for metrics in history:
+        if metrics.held_out_before is not None:
+            curve.append((metrics.step, metrics.held_out_before))
+        if metrics.held_out is not None:
+            curve.append((metrics.step + 1, metrics.held_out))
+    return curve
 
 
-def _draw_reward(axes: Any, history: Sequence[StepMetrics], held_out_first: float | None) -> None:
+def _draw_reward(axes: Any, history: Sequence[StepMetrics]) -> None:
     rewards = [metrics.reward_mean for metrics in history]
     steps = [metrics.step for metrics in history]
     axes.plot(steps, rewards, color=_REWARD, marker="o", markersize=3.5, label="training reward (mean)")
-    curve = held_out_curve(history, held_out_first)
+    curve = held_out_curve(history)
     if curve:
         axes.plot(*zip(*curve, strict=True), color=_HELD_OUT, marker="s", linewidth=2, label="held-out accuracy")
         axes.annotate(
@@ -206,9 +209,9 @@ $svg
 """)
 
 
-def _page(svg: str, history: Sequence[StepMetrics], config: Config, held_out_first: float | None) -> str:
+def _page(svg: str, history: Sequence[StepMetrics], config: Config) -> str:
     last = history[-1]
-    curve = held_out_curve(history, held_out_first)
+    curve = held_out_curve(history)
     wall = sum(metrics.account.wall for metrics in history)
     facts = [("steps", f"{last.step + 1} of {config.run.num_steps}"), ("reward", f"{last.reward_mean:.3f}")]
     if curve:

@@ -33,17 +33,15 @@ class RunLog:
       config: resolved; written to config.toml.
       resume_at: first step of this process. None: a new run, whose folder must hold no metrics yet. A resumed run drops
         the lines of steps that will be trained again.
-      held_out_first: accuracy before the first step, if it was evaluated; the report's curve begins with it.
 
     Raises:
       ConfigError: the folder already holds a run and `resume_at` is None; a metric writer's package is missing.
       CheckpointError: the folder can't be written.
 
     Example:
-      log = RunLog(config, resume_at=None)
-      log.samples(0, groups, advantages)
-      log.step(metrics)
-      log.close()
+      with RunLog(config, resume_at=None) as log:
+          log.samples(0, groups, advantages)
+          log.step(metrics)
     """
 
     def __init__(
@@ -51,11 +49,10 @@ class RunLog:
         config: Config,
         *,
         resume_at: int | None = None,
-        held_out_first: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.folder = run_folder(config)
-        self._config, self._clock, self.held_out_first = config, clock, held_out_first
+        self._config, self._clock = config, clock
         self._metrics_path = self.folder / "metrics.jsonl"
         self.history: list[StepMetrics] = []
         if resume_at is not None:
@@ -70,6 +67,12 @@ class RunLog:
             _replace(self._metrics_path, "".join(metrics.to_json() + "\n" for metrics in self.history))
             self._file = self._metrics_path.open("a", encoding="utf-8")
         self._drawn_at, self._drawing_seconds = clock(), 0.0
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def samples(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
         """Writes every completion of a step. `advantages[i][j]` belongs to `groups[i].rollouts[j]`."""
@@ -97,7 +100,7 @@ class RunLog:
         """Draws report.html and report.png now."""
         start = self._clock()
         with _writing(self.folder):
-            draw(self.folder, self.history, config=self._config, held_out_first=self.held_out_first)
+            draw(self.folder, self.history, self._config)
         self._drawn_at = self._clock()
         self._drawing_seconds = self._drawn_at - start
 
