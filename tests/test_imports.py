@@ -39,6 +39,7 @@ WITHOUT_JAX = (
     "hosts.phases",
     "hosts.metrics",
     "hosts.alarms",
+    "hosts.mismatch",
     "hosts.runlog",
     "hosts.report",
     "hosts.progress",
