@@ -1,0 +1,1 @@
+"""Packed rows -> gradients -> new weights -> publish."""

@@ -1,0 +1,232 @@
+"""The trainer's compiled programs: add a micro-batch's gradient, score one, update the weights.
+
+Legend: R rows, T tokens of a row, N = R x T, K targets a position, D hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Bool, Float, Int
+
+from locojax.models import decoder
+from locojax.models.logprobs import target_logprobs
+from locojax.models.lora import Adapters, LoraSpec, low_rank
+from locojax.models.spec import ModelSpec
+from locojax.training.losses import LOSSES, Options
+
+Tree = Any
+"""A pytree of arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """What a compiled program depends on, besides its arguments' shapes."""
+
+    model: ModelSpec
+    lora: LoraSpec | None
+    compute_dtype: str
+    remat: str
+    tile_tokens: int
+    with_entropy: bool
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MicroBatch:
+    """Packed rows and what the loss reads.
+
+    Attributes:
+      tokens, positions, until: i32[R, T]; see `packing.Packed`.
+      segments: i32[R, T]: a number below N for each sequence of this micro-batch; N for padding and shared tokens.
+      targets: i32[R, T, K].
+      scored: bool[R, T]: where log-probs are wanted. reads: bool[R, T]: where the loss reads them, a subset.
+      inputs: the loss's inputs by name, f32[R, T] (f32[R, T, K] for cross_entropy's weights).
+    """
+
+    tokens: Int[Array, "R T"]
+    positions: Int[Array, "R T"]
+    until: Int[Array, "R T"]
+    segments: Int[Array, "R T"]
+    targets: Int[Array, "R T K"]
+    scored: Bool[Array, "R T"]
+    reads: Bool[Array, "R T"]
+    inputs: Mapping[str, Array]
+
+
+class Outputs(NamedTuple):
+    """Per position, flat [N, ...]; metrics are sums over the micro-batch."""
+
+    logprobs: Float[Array, "N K"]
+    elementwise: Float[Array, "N K"]
+    entropy: Float[Array, " N"]
+    metrics: dict[str, Array]
+
+
+def split(trainable: Tree, frozen: Tree, lora: LoraSpec | None) -> tuple[Tree, Adapters | None]:
+    """(the model's parameters, adapters): all of it is trained, or adapters are beside a frozen base."""
+    if lora is None:
+        return trainable, None
+    return frozen, Adapters(trainable, jnp.asarray(lora.scale, jnp.float32))
+
+
+def _logprobs(
+    spec: ProgramSpec, trainable: Tree, frozen: Tree, batch: MicroBatch, temperature: Array
+) -> tuple[Array, Array]:
+    """Log-probs [N, K] and entropies [N] at the scored positions."""
+    params, adapters = split(trainable, frozen, spec.lora)
+    dtype = jnp.dtype(spec.compute_dtype)
+    hidden, _ = decoder.forward(
+        params,
+        spec.model,
+        batch.tokens,
+        batch.positions,
+        batch.until,
+        adapters=adapters,
+        dtype=dtype,
+        remat=spec.remat,
+    )
+    hidden = hidden / jnp.asarray(temperature, jnp.float32).astype(dtype)
+    head = None if adapters is None else adapters.split()[1]
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    low_rank_part = None
+    if adapters is not None and head is not None:
+        low_rank_part = (low_rank(flat, head["a"], adapters.scale, None), head["b"])
+    return target_logprobs(
+        flat,
+        params["embed"] if spec.model.tied_embeddings else params["head"],
+        batch.targets.reshape(flat.shape[0], -1),
+        batch.scored.reshape(-1),
+        tile=spec.tile_tokens,
+        low_rank=low_rank_part,
+        with_entropy=spec.with_entropy,
+        train_head=spec.lora is None,
+        vocab_first=spec.model.tied_embeddings,
+        learning=batch.reads.reshape(-1),
+    )
+
+
+def _quarantine(logprobs: Array, reads: Array, segments: Array) -> tuple[Array, Array]:
+    """(bool[N] positions the loss may read, number of sequences left out).
+
+    A sequence with a log-prob that is not finite is left out whole: half of one is not a sample of anything.
+    """
+    N = segments.shape[0]
+    bad = reads & ~jnp.all(jnp.isfinite(logprobs), axis=-1)
+    bad_sequences = jax.ops.segment_max(bad.astype(jnp.int32), segments, num_segments=N) > 0
+    on = reads & ~bad_sequences[jnp.minimum(segments, N - 1)]
+    return on, jnp.sum(bad_sequences, dtype=jnp.int32)
+
+
+def loss_and_outputs(
+    spec: ProgramSpec, loss_name: str, trainable: Tree, frozen: Tree, batch: MicroBatch, options: Options
+) -> tuple[Array, Outputs]:
+    """The micro-batch's summed loss, f32[], and what is reported of each position."""
+    loss = LOSSES[loss_name]
+    N = batch.tokens.size
+    logprobs, entropy = _logprobs(spec, trainable, frozen, batch, options.temperature)
+    segments, reads = batch.segments.reshape(-1), batch.reads.reshape(-1)
+    on, num_nonfinite = _quarantine(logprobs, reads, segments)
+    # Selected before anything is computed from them: whatever the others hold reaches neither loss nor gradient.
+    lp = jnp.where(on[:, None], logprobs, 0.0)
+    inputs = loss.inputs({name: array.reshape(N, *array.shape[2:]) for name, array in batch.inputs.items()})
+    result = loss.function(lp if loss.multi_target else lp[:, 0], on, inputs, segments, options)
+    total = jnp.sum(result.elementwise)
+    metrics = {
+        **result.metrics,
+        "loss": total,
+        "num_tokens": jnp.sum(on, dtype=jnp.int32),
+        "num_nonfinite": num_nonfinite,
+    }
+    if spec.with_entropy:
+        metrics["entropy"] = jnp.sum(jnp.where(on, entropy, 0.0))
+    return total, Outputs(logprobs, result.elementwise.reshape(N, -1), entropy, metrics)
+
+
+@partial(jax.jit, static_argnames=("spec", "loss_name"), donate_argnames=("accumulators",))
+def accumulate(
+    trainable: Tree,
+    accumulators: Tree,
+    frozen: Tree,
+    batch: MicroBatch,
+    options: Options,
+    *,
+    spec: ProgramSpec,
+    loss_name: str,
+) -> tuple[Tree, Outputs]:
+    """Adds the micro-batch's gradient to the fp32 accumulators, which are donated."""
+    gradient, outputs = jax.grad(loss_and_outputs, argnums=2, has_aux=True)(
+        spec, loss_name, trainable, frozen, batch, options
+    )
+    return jax.tree.map(jnp.add, accumulators, gradient), outputs
+
+
+@partial(jax.jit, static_argnames=("spec", "loss_name"))
+def score(
+    trainable: Tree, frozen: Tree, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
+) -> Outputs:
+    """As `accumulate`, without a gradient."""
+    return loss_and_outputs(spec, loss_name, trainable, frozen, batch, options)[1]
+
+
+class Hyper(NamedTuple):
+    """AdamW's settings of one step: f32[] arguments of the program, so that a change compiles nothing."""
+
+    learning_rate: Array
+    beta1: Array
+    beta2: Array
+    eps: Array
+    weight_decay: Array
+    grad_clip_norm: Array
+
+
+class Updated(NamedTuple):
+    """The next trainable tree, optimizer state and (zero) accumulators; whether applied; the gradient's norm."""
+
+    trainable: Tree
+    optimizer: optax.ScaleByAdamState
+    accumulators: Tree
+    applied: Array
+    grad_norm: Array
+
+
+def init_optimizer(trainable: Tree) -> optax.ScaleByAdamState:
+    """Adam's state of a tree of weights, all zero."""
+    return optax.scale_by_adam().init(trainable)  # type: ignore[return-value]
+
+
+@partial(jax.jit, donate_argnames=("trainable", "optimizer", "accumulators"))
+def update(trainable: Tree, optimizer: optax.ScaleByAdamState, accumulators: Tree, hyper: Hyper) -> Updated:
+    """One AdamW step (Loshchilov & Hutter 2019) on the accumulated gradient; all trees are donated.
+
+    Weight decay is decoupled and on every trainable leaf, as torch.optim.AdamW's is. The gradient is scaled down to
+    the global norm `grad_clip_norm` if that is above 0. If its norm is not finite, weights and state stay as they are.
+    """
+    grad_norm = optax.tree.norm(accumulators)
+    applied = jnp.isfinite(grad_norm)
+    is_over = (hyper.grad_clip_norm > 0) & (grad_norm > hyper.grad_clip_norm)
+    scale = jnp.where(is_over, hyper.grad_clip_norm / grad_norm, 1.0)
+    gradient = jax.tree.map(lambda g: g * scale, accumulators)
+    adam = optax.scale_by_adam(b1=hyper.beta1, b2=hyper.beta2, eps=hyper.eps)
+    direction, next_optimizer = adam.update(gradient, optimizer)
+
+    def step(weight: Array, towards: Array) -> Array:
+        return weight - hyper.learning_rate * (towards + hyper.weight_decay * weight)
+
+    def keep(new: Array, old: Array) -> Array:
+        return jnp.where(applied, new, old)
+
+    return Updated(
+        trainable=jax.tree.map(lambda w, d: keep(step(w, d), w), trainable, direction),
+        optimizer=jax.tree.map(keep, next_optimizer, optimizer),
+        accumulators=jax.tree.map(jnp.zeros_like, accumulators),
+        applied=applied,
+        grad_norm=grad_norm,
+    )

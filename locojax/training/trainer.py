@@ -1,0 +1,364 @@
+"""The trainer: owns parameters, accumulators, optimizer state and version; the training verbs.
+
+    forward_backward(data, loss)  adds a gradient; any number of times, in any cut
+    optim_step(adam)              applies and clears what was added; the policy version goes up by one
+    forward(data, loss)           the same figures without a gradient
+    state() / restore(state)      what a checkpoint holds
+
+Full fine-tuning trains fp32 master weights, cast to the compute dtype inside the program. LoRA trains fp32 adapters
+beside a base that is kept in the compute dtype and gets no gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from locojax.errors import CheckpointError, ConfigError
+from locojax.models import lora as lora_module
+from locojax.models.decoder import REMAT_POLICIES
+from locojax.models.lora import LoraSpec
+from locojax.models.spec import ModelSpec
+from locojax.training import programs
+from locojax.training.inputs import Checked, check_data
+from locojax.training.losses import Loss, Options, find_loss, read_options
+from locojax.training.packing import PADDING, Packed, pack
+from locojax.training.platform import auto_dtype
+from locojax.training.programs import Hyper, MicroBatch, ProgramSpec, Tree
+from locojax.types import AdamParams, Datum, ForwardBackwardResult, OptimStepResult
+
+Score = Literal["all", "active"]
+"""Where log-probs are returned: `all` positions, or only those whose loss isn't 0 by its inputs (others: 0).
+`active` is cheaper: the head runs, and data are computed, only where they matter. The gradient is the same."""
+
+Phase = Callable[[Literal["pack", "train"]], AbstractContextManager[None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainerSettings:
+    """How the trainer computes; nothing here changes what it computes, up to rounding.
+
+    Attributes:
+      row_tokens, rows: a micro-batch's shape. A datum must fit in row_tokens.
+      compute_dtype: of activations and, inside the program, weights. auto: see `platform.auto_dtype`.
+      remat: a key of `decoder.REMAT_POLICIES`: what the backward pass recomputes.
+      tile_tokens: positions the head works on at a time; its logits take tile_tokens x vocabulary x 4 bytes.
+      share_prefixes: compute what sequences of a call have in common once.
+      with_entropy: report the entropy of the next-token distribution.
+    """
+
+    row_tokens: int
+    rows: int = 1
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    remat: str = "none"
+    tile_tokens: int = 512
+    share_prefixes: bool = True
+    with_entropy: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("row_tokens", "rows", "tile_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"The trainer's {name} must be at least 1", got=getattr(self, name))
+        if self.remat not in REMAT_POLICIES:
+            raise ConfigError(f"Unknown remat policy {self.remat!r}", expected="one of " + ", ".join(REMAT_POLICIES))
+        if self.compute_dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(
+                f"Unknown compute dtype {self.compute_dtype!r}", expected="auto, float32 or bfloat16"
+            )
+
+
+class Trainer:
+    """Trains one model, or one adapter beside it.
+
+    Args:
+      spec: the model. params: its tree (numpy or jax leaves, any float dtype); copied, so the caller's stays whole.
+      lora: None: full fine-tuning.
+      seed: of a fresh adapter's weights.
+      phase: entered while packing ("pack") and computing ("train"), for whoever accounts for time.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        params: Tree,
+        settings: TrainerSettings,
+        *,
+        lora: LoraSpec | None = None,
+        seed: int = 0,
+        phase: Phase | None = None,
+    ):
+        dtype = auto_dtype() if settings.compute_dtype == "auto" else settings.compute_dtype
+        self.spec, self.settings, self.lora = spec, settings, lora
+        self.program = ProgramSpec(
+            spec, lora, dtype, settings.remat, settings.tile_tokens, settings.with_entropy
+        )
+        self.policy_version = 0
+        self._phase = phase or _no_phase
+        self._trainable: Tree
+        self._frozen: Tree
+        if lora is None:
+            self._trainable, self._frozen = _copied(params, jnp.float32), None
+        else:
+            self._trainable = lora_module.init_adapter(spec, lora, seed)
+            self._frozen = _copied(params, jnp.dtype(dtype))
+        self._optimizer = programs.init_optimizer(self._trainable)
+        self._accumulators: Tree = None  # None: nothing accumulated, and no memory taken
+        self._num_accumulated = 0  # tokens whose loss is in the accumulators
+
+    @property
+    def num_accumulated_tokens(self) -> int:
+        """Tokens whose gradient waits for `optim_step`."""
+        return self._num_accumulated
+
+    @property
+    def trainable(self) -> Tree:
+        """The fp32 weights being trained. Read before the next `optim_step`, which reuses their memory."""
+        return self._trainable
+
+    @property
+    def frozen(self) -> Tree:
+        """The base beside an adapter; None in full fine-tuning."""
+        return self._frozen
+
+    @property
+    def accumulated_gradient(self) -> Tree:
+        """The sum added since the last `optim_step`, fp32; None if nothing was."""
+        return self._accumulators
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        loss_config: Mapping[str, float | str] | None = None,
+        *,
+        score: Score = "all",
+    ) -> ForwardBackwardResult:
+        """Adds the gradient of the summed loss to what waits for `optim_step`.
+
+        Everything is checked before anything runs: an error leaves the gradient as it was.
+
+        Returns:
+          outputs in datum order, and metrics: `loss:sum`, `num_tokens:sum` (with a loss), `num_nonfinite:sum`
+          (sequences left out because a log-prob was not finite), `entropy:sum`, the loss's own sums,
+          `num_computed_tokens:sum` (after sharing prefixes), `num_datum_tokens:sum`, `num_row_tokens:sum` (padding
+          included), `num_micro_batches:sum`.
+
+        Raises:
+          RequestError: the loss, a setting of it or a datum is malformed, or there are no data.
+          CapacityError: a datum is longer than a row.
+        """
+        return self._run(data, loss, loss_config, score, with_gradient=True)
+
+    def forward(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        loss_config: Mapping[str, float | str] | None = None,
+        *,
+        score: Score = "all",
+    ) -> ForwardBackwardResult:
+        """As `forward_backward`, leaving the gradient alone."""
+        return self._run(data, loss, loss_config, score, with_gradient=False)
+
+    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+        """One AdamW step on the accumulated gradient, which is cleared whether it could be applied or not.
+
+        With no gradient, or one that is not finite, nothing changes: not the weights (no decay either), not Adam's
+        state, not the version.
+        """
+        if self._num_accumulated == 0:
+            self.discard()
+            return OptimStepResult(
+                False, self.policy_version, {"learning_rate": adam.learning_rate}, "no gradient was accumulated"
+            )
+        hyper = Hyper(*(np.float32(value) for value in dataclasses.astuple(adam)))
+        with self._phase("train"):
+            updated = programs.update(self._trainable, self._optimizer, self._accumulators, hyper)
+            applied, grad_norm = bool(updated.applied), float(updated.grad_norm)
+        self._trainable, self._optimizer = updated.trainable, updated.optimizer
+        self._accumulators, self._num_accumulated = updated.accumulators, 0
+        self.policy_version += applied
+        metrics = {"grad_norm": grad_norm, "learning_rate": adam.learning_rate}
+        reason = None if applied else f"the gradient is not finite (norm {grad_norm}); the weights were left unchanged"
+        return OptimStepResult(applied, self.policy_version, metrics, reason)
+
+    def discard(self) -> None:
+        """Drops the accumulated gradient."""
+        self._accumulators, self._num_accumulated = None, 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds: a copy, as a tree of arrays; it stays as it is while training goes on.
+
+        The accumulated gradient isn't part of it, nor is LoRA's frozen base.
+        """
+        return {
+            "trainable": _copied(self._trainable),
+            "optimizer": _copied(self._optimizer._asdict()),
+            "policy_version": np.asarray(self.policy_version, np.int64),
+        }
+
+    def restore(self, state: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
+        """Takes a state over, dropping any accumulated gradient. Without the optimizer, Adam starts afresh.
+
+        Raises:
+          CheckpointError: the state is of another model or adapter: names the first leaf that differs.
+        """
+        own = {"trainable": self._trainable, "optimizer": self._optimizer._asdict()}
+        wanted = ("trainable", "optimizer") if with_optimizer else ("trainable",)
+        for name in wanted:
+            _check_same(own[name], state.get(name), name)
+        self._trainable = _copied(state["trainable"])
+        if with_optimizer:
+            self._optimizer = optax.ScaleByAdamState(**_copied(dict(state["optimizer"])))
+        else:
+            self._optimizer = programs.init_optimizer(self._trainable)
+        self.policy_version = int(state["policy_version"])
+        self.discard()
+
+    def _run(
+        self,
+        data: Sequence[Datum],
+        loss_name: str,
+        loss_config: Mapping[str, float | str] | None,
+        score: Score,
+        *,
+        with_gradient: bool,
+    ) -> ForwardBackwardResult:
+        loss = find_loss(loss_name)
+        options = read_options(loss, loss_config)
+        checked = check_data(data, loss, options, self.spec.vocab_size)
+        with self._phase("pack"):
+            packed = self._pack(checked, score)
+            batches = _micro_batches(packed, checked, score)
+        with self._phase("train"):
+            outputs = [self._compute(batch, options, loss, with_gradient) for batch in batches]
+            outputs = jax.device_get(outputs)  # waits for all of them
+        result = _assemble(packed, checked, outputs, self.settings.with_entropy)
+        if with_gradient:
+            self._num_accumulated += int(result.metrics["num_tokens:sum"])
+        return result
+
+    def _pack(self, checked: Sequence[Checked], score: Score) -> Packed:
+        scores_all = score == "all"
+        return pack(
+            [datum.tokens for datum in checked],
+            [datum.num_free for datum in checked],
+            row_tokens=self.settings.row_tokens,
+            rows=self.settings.rows,
+            targets=[datum.targets for datum in checked] if scores_all else None,
+            share_prefixes=self.settings.share_prefixes,
+            skip=None if scores_all else [not datum.reads.any() for datum in checked],
+        )
+
+    def _compute(self, batch: MicroBatch, options: Options, loss: Loss, with_gradient: bool) -> programs.Outputs:
+        fixed = {"spec": self.program, "loss_name": loss.name}
+        if not with_gradient:
+            return programs.score(self._trainable, self._frozen, batch, options, **fixed)
+        if self._accumulators is None:
+            self._accumulators = jax.tree.map(jnp.zeros_like, self._trainable)
+        self._accumulators, outputs = programs.accumulate(
+            self._trainable, self._accumulators, self._frozen, batch, options, **fixed
+        )
+        return outputs
+
+
+def _no_phase(name: str) -> AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def _copied(tree: Tree, dtype: Any = None) -> Tree:
+    """Leaves as jax arrays with memory of their own: one that is donated later must not be anyone else's."""
+    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=dtype, copy=True), tree)
+
+
+def _check_same(own: Tree, given: Tree, name: str) -> None:
+    """Raises CheckpointError unless both trees have the same leaves, by path and shape."""
+    own_leaves = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(own)}
+    leaves = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(given)}
+    for path in sorted(own_leaves | leaves):
+        if own_leaves.get(path) != leaves.get(path):
+            raise CheckpointError(
+                f"The checkpoint's {name}{path} does not belong to this trainer",
+                got=f"shape {leaves[path]}" if path in leaves else "nothing",
+                expected=f"shape {own_leaves[path]}" if path in own_leaves else "nothing",
+                remedy="Resume with the model and LoRA settings that the checkpoint was written with",
+            )
+
+
+def _micro_batches(packed: Packed, checked: Sequence[Checked], score: Score) -> list[MicroBatch]:
+    """The packed rows and the loss's inputs, micro-batch by micro-batch; numpy leaves."""
+    num_positions = packed.tokens[0].size if packed.num_micro_batches else 0
+    segments = _local_segments(packed.segment, num_positions)
+    targets = packed.scatter([datum.targets for datum in checked], np.int32)
+    reads = packed.scatter([datum.reads for datum in checked], np.bool_)
+    scored = packed.scatter([np.ones(len(datum.tokens), bool) for datum in checked], np.bool_)
+    scored = scored if score == "all" else reads
+    names = checked[0].inputs
+    inputs = {name: packed.scatter([datum.inputs[name] for datum in checked], np.float32) for name in names}
+    return [
+        MicroBatch(
+            tokens=packed.tokens[m],
+            positions=packed.positions[m],
+            until=packed.until[m],
+            segments=segments[m],
+            targets=targets[m],
+            scored=scored[m],
+            reads=reads[m],
+            inputs={name: array[m] for name, array in inputs.items()},
+        )
+        for m in range(packed.num_micro_batches)
+    ]
+
+
+def _local_segments(segment: np.ndarray, num_positions: int) -> np.ndarray:
+    """Data numbered from 0 within each micro-batch; `num_positions` where there is none."""
+    local = np.full_like(segment, num_positions)
+    for m in range(segment.shape[0]):
+        present, numbers = np.unique(segment[m], return_inverse=True)
+        numbers = numbers.reshape(segment[m].shape) - int(PADDING in present)
+        local[m] = np.where(segment[m] == PADDING, num_positions, numbers)
+    return local
+
+
+def _assemble(
+    packed: Packed, checked: Sequence[Checked], outputs: Sequence[programs.Outputs], with_entropy: bool
+) -> ForwardBackwardResult:
+    """Outputs back in datum order, and the micro-batches' metrics summed in double precision."""
+    lengths = [len(datum.tokens) for datum in checked]
+    shape = packed.tokens.shape
+    num_targets = max(datum.targets.shape[1] for datum in checked)
+
+    def gather(field: str, trailing: tuple[int, ...]) -> list[np.ndarray]:
+        stacked = [np.asarray(getattr(output, field)) for output in outputs]
+        flat = np.stack(stacked) if stacked else np.zeros((0, *trailing), np.float32)
+        return packed.gather(flat.reshape(*shape, *trailing), lengths)
+
+    per_datum = []
+    logprobs, elementwise = gather("logprobs", (num_targets,)), gather("elementwise", (num_targets,))
+    entropy = gather("entropy", ())
+    for i, datum in enumerate(checked):
+        own = slice(0, datum.targets.shape[1])
+        arrays = {
+            "logprobs": logprobs[i][:, own].reshape(datum.target_shape),
+            "elementwise_loss": elementwise[i][:, own].reshape(datum.target_shape),
+        }
+        per_datum.append({**arrays, "entropy": entropy[i]} if with_entropy else arrays)
+    sums: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0, "num_nonfinite": 0.0}
+    for output in outputs:
+        for name, value in output.metrics.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    sums |= {
+        "num_datum_tokens": float(packed.num_datum_tokens),
+        "num_computed_tokens": float(packed.num_computed_tokens),
+        "num_row_tokens": float(packed.tokens.size),
+        "num_micro_batches": float(packed.num_micro_batches),
+    }
+    return ForwardBackwardResult(tuple(per_datum), {f"{name}:sum": value for name, value in sums.items()})
