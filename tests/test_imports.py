@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import pathlib
+import re
+import sys
+import tomllib
 from collections.abc import Iterator
 
 import pytest
@@ -39,7 +42,6 @@ WITHOUT_JAX = (
     "hosts.phases",
     "hosts.metrics",
     "hosts.alarms",
-    "hosts.mismatch",
     "hosts.runlog",
     "hosts.report",
     "hosts.progress",
@@ -141,6 +143,17 @@ def test_packages_kept_to_one_place(module):
     tops = {name.split(".")[0] for name in imported(module)}
     for package, homes in ONLY_IN.items():
         assert package not in tops or module in homes, f"locojax.{module} may not import {package}"
+
+
+def test_every_package_imported_is_declared():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in lines}
+    named = {"orbax": "orbax_checkpoint"}  # import name -> distribution, where they differ
+    used = {name.split(".")[0] for module in modules() for name in imported(module)}
+    third_party = used - sys.stdlib_module_names - {"locojax", "__future__"}
+    missing = {name for name in third_party if named.get(name, name).lower() not in declared}
+    assert not missing, f"pyproject.toml declares none of {sorted(missing)}"
 
 
 def test_base_imports_no_room():
