@@ -121,6 +121,14 @@ def test_joined_token_bytes_are_the_text_whatever_characters_are_split(tokenizer
     assert tokenizer.token_bytes(tokenizer.token_id("<think>")) == b"<think>"
 
 
+def test_added_tokens_are_their_own_text_not_spelled_bytes(tmp_path):
+    backend = byte_level_backend()
+    backend.add_special_tokens(["<é>"])  # in a byte-level vocabulary é spells the byte E9
+    tokenizer = Tokenizer.from_directory(write(tmp_path, backend))
+    assert tokenizer.token_bytes(tokenizer.token_id("<é>")) == "<é>".encode()
+    assert tokenizer.decode(tokenizer.encode("fox<é>")) == "fox<é>"
+
+
 def test_each_byte_has_a_token(tokenizer):
     assert {tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)} >= {bytes([byte]) for byte in range(256)}
 
@@ -269,6 +277,14 @@ def test_numbers_are_split_as_each_family_does(pre, digits, bos):
     tokenizer = gguf_tokenizer.build(metadata, "model.gguf")
     assert [tokenizer.token_bytes(id).decode() for id in tokenizer.encode("1234", add_special=False)] == digits
     assert (tokenizer.encode("")[:1] == [0]) == bos  # llama.cpp gives Llama 3 its BOS even when the file says nothing
+
+
+@pytest.mark.parametrize(("pre", "num_tokens"), [("llama-bpe", 1), ("qwen2", 5)])
+def test_llama3_takes_whole_words_before_merges(pre, num_tokens):
+    metadata = gguf_metadata(byte_level_backend(), pre)
+    metadata["tokenizer.ggml.tokens"] += ["xyzzy"]  # in the vocabulary, and no merge leads to it
+    metadata["tokenizer.ggml.token_type"] += [1]
+    assert len(gguf_tokenizer.build(metadata, "model.gguf").encode("xyzzy", add_special=False)) == num_tokens
 
 
 def test_more_ends_and_flags_of_a_gguf():

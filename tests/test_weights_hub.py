@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -106,11 +107,18 @@ def test_the_cache_is_found_through_the_environment(gguf_path, tmp_path, monkeyp
 
 
 def test_another_file_of_the_same_name_is_not_taken_from_the_cache(gguf_path, tmp_path):
-    before = cache.entry_path(tmp_path, gguf_path, "float32")
-    data = bytearray(gguf_path.read_bytes())
-    data[-1] ^= 1
-    gguf_path.write_bytes(data)
-    assert cache.entry_path(tmp_path, gguf_path, "float32") != before
+    before, times, data = cache.entry_path(tmp_path, gguf_path, "float32"), gguf_path.stat(), gguf_path.read_bytes()
+
+    def entry(data, later):
+        gguf_path.write_bytes(data)
+        os.utime(gguf_path, ns=(times.st_atime_ns, times.st_mtime_ns + later))
+        return cache.entry_path(tmp_path, gguf_path, "float32")
+
+    assert entry(data, 0) == before
+    assert entry(data, 1) != before, "its time is part of the key"
+    assert entry(data[:-1] + b"x", 0) != before, "so is its head"
+    assert entry(data + b"x", 0) != before
+    assert cache.entry_path(tmp_path, gguf_path, "bfloat16") != cache.entry_path(tmp_path, gguf_path, "float32")
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,7 @@ def test_another_file_of_the_same_name_is_not_taken_from_the_cache(gguf_path, tm
         ("params.safetensors", lambda data: data[: len(data) // 2]),
         ("params.safetensors", lambda data: b"\xff" * len(data)),
         ("tokenizer.json", lambda data: b""),
+        ("chat_template.jinja", lambda data: data[: len(data) // 2]),
         ("config.json", lambda data: b" " * len(data)),
         ("manifest.json", lambda data: b"{"),
     ],

@@ -2,7 +2,7 @@
 
 An entry is one folder: the tree in one safetensors file under our own names, config.json, the tokenizer, and a
 manifest of file sizes. It appears whole (renamed into place) or not at all. Its name holds a key of everything that its
-content follows from: the source file's size, time and head, the dtype, and the version of this format.
+content follows from: the dtype, and a hash of the source file's size, time and head and of the version of this format.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def entry_path(root: Path, source: Path, dtype: Dtype) -> Path:
     stat = source.stat()
     with source.open("rb") as file:
         head = file.read(_HASHED_BYTES)
-    facts = f"{FORMAT_VERSION} {stat.st_size} {stat.st_mtime_ns} {dtype} ".encode()
+    facts = f"{FORMAT_VERSION} {stat.st_size} {stat.st_mtime_ns} ".encode()
     key = hashlib.sha256(facts + head).hexdigest()[:16]
     return root / "models" / f"{source.stem}-{dtype}-{key}"
 
