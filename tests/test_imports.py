@@ -42,6 +42,7 @@ WITHOUT_JAX = (
     "hosts.phases",
     "hosts.metrics",
     "hosts.alarms",
+    "hosts.mismatch",
     "hosts.runlog",
     "hosts.report",
     "hosts.progress",
