@@ -17,6 +17,10 @@ from locojax.errors import ConfigError
 from locojax.settings import setting
 
 Auto = Literal["auto"]
+
+LEFT_OPEN = ("rollout.kv_memory_gib", "loss.clip_low", "loss.clip_high")
+"""Settings whose "auto" `resolve` keeps: the engine sees what memory the weights leave, the loss has its own bounds."""
+
 T = TypeVar("T")
 
 
@@ -102,7 +106,10 @@ class TrainingConfig:
     )
     row_tokens: int | Auto = setting("auto", "Length of a packed row, in tokens.", low=2)
     rows: int | Auto = setting("auto", "Packed rows per micro-batch: rows x row_tokens is the token budget.", low=1)
-    remat: Literal["auto", "none", "layer"] = setting("auto", "layer: recompute each layer in the backward pass.")
+    remat: Literal["auto", "none", "dots", "full"] = setting(
+        "auto",
+        "Kept for the backward pass: none: all. dots: the weight products' results. full: each layer's input only.",
+    )
     advantage: Literal["mean", "std", "rloo"] = setting(
         "mean",
         "mean: reward minus the group's mean (Dr. GRPO). std: also over its standard deviation. rloo: leave-one-out.",
@@ -118,8 +125,12 @@ class LossConfig:
     name: Literal["importance_sampling", "ppo", "cispo", "dro", "gspo"] = setting(
         "importance_sampling", "The policy-gradient loss."
     )
-    clip_low: float = setting(0.8, "Lower bound on the ratio (ppo, cispo, gspo).", low=0, high=1)
-    clip_high: float = setting(1.2, "Upper bound on the ratio (ppo, cispo, gspo).", low=1)
+    clip_low: float | Auto = setting(
+        "auto", "Lower bound on the ratio (ppo, cispo, gspo). auto: the loss's own.", low=0, high=1
+    )
+    clip_high: float | Auto = setting(
+        "auto", "Upper bound on the ratio (ppo, cispo, gspo). auto: the loss's own.", low=1
+    )
     dro_beta: float = setting(0.05, "Strength of dro's quadratic term.", low=0)
     normalise: Literal["tokens", "completions"] = setting(
         "completions", "Divide the summed loss by the batch's trained tokens, or by its completions x max_tokens."
@@ -155,7 +166,8 @@ class RunConfig:
     prompts_per_step: int = setting(16, "Prompts drawn for each step.", low=1)
     eval_every: int = setting(5, "Steps between evaluations on held-out prompts. 0: never.", low=0)
     eval_prompts: int = setting(64, "Held-out prompts per evaluation.", low=1)
-    checkpoint_every: int = setting(10, "Steps between checkpoints. 0: only at the end.", low=0)
+    checkpoint_every: int = setting(10, "Steps between checkpoints. 0: none on the way.", low=0)
+    checkpoint_at_end: bool = setting(True, "Write a checkpoint after the last step too.")
     keep_last: int = setting(2, "Checkpoints kept.", low=1)
     keep_best: bool = setting(True, "Keep the checkpoint with the best held-out accuracy too.")
     max_gap: float = setting(
@@ -252,15 +264,16 @@ def _is_file(source: str) -> bool:
     return source.startswith("hub:") or source.endswith((".jsonl", ".parquet"))
 
 
-def resolve(config: Config, *, platform: str, model_context: int, longest_prompt: int) -> Config:
-    """A new config in which no setting but `rollout.kv_memory_gib` is "auto".
-
-    KV memory stays "auto" unless it was set: it follows from what the weights leave free, which the engine sees.
+def resolve(
+    config: Config, *, platform: str, model_context: int, longest_prompt: int, auto_dtype: str | None = None
+) -> Config:
+    """A new config without "auto", but for those of `LEFT_OPEN`.
 
     Args:
       platform: jax's name of it: "cpu", "gpu" or "tpu".
       model_context: the longest sequence the model was made for, in tokens.
       longest_prompt: of this run's training and held-out prompts, in tokens.
+      auto_dtype: the number format that is fastest here, None if unknown: float32 on CPU, else bfloat16.
 
     Raises:
       ConfigError: a set context is longer than the model's, or prompt and completion don't fit in a row.
@@ -272,7 +285,7 @@ def resolve(config: Config, *, platform: str, model_context: int, longest_prompt
         raise ConfigError(problem, got=context, expected=f"at most {model_context}")
     longest = min(longest_prompt + rollout.max_tokens, context)
     on_cpu = platform == "cpu"
-    dtype = _unless_set(training.compute_dtype, "float32" if on_cpu else "bfloat16")
+    dtype = _unless_set(training.compute_dtype, auto_dtype or ("float32" if on_cpu else "bfloat16"))
     # Attention in a row costs the square of its length where no kernel skips other segments: on CPU, keep rows short.
     short, long = _round_up(longest, 64), max(4096, _round_up(longest, 128))
     row_tokens = _unless_set(training.row_tokens, short if on_cpu else long)
@@ -289,7 +302,7 @@ def resolve(config: Config, *, platform: str, model_context: int, longest_prompt
         "training.compute_dtype": dtype,
         "training.row_tokens": row_tokens,
         "training.rows": _unless_set(training.rows, max(1, budget // row_tokens)),
-        "training.remat": _unless_set(training.remat, "none" if on_cpu else "layer"),
+        "training.remat": _unless_set(training.remat, "none" if on_cpu else "full"),
     }
     return settings.replace(config, values)
 

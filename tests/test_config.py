@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locojax import settings
-from locojax.config import Config, load, resolve
+from locojax.config import LEFT_OPEN, Config, load, resolve
 from locojax.errors import ConfigError
 
 
@@ -143,18 +143,20 @@ def test_toml_round_trip(tmp_path_factory, text, stops, number):
     assert load(path) == config
 
 
-def test_resolve_leaves_only_kv_memory_open_and_changes_nothing_that_was_set(tmp_path):
+def test_resolve_leaves_open_what_it_says_and_changes_nothing_that_was_set(tmp_path):
     config = load(None, ["training.rows=3", "rollout.max_tokens=16"])
     for platform in ("cpu", "tpu", "gpu"):
         resolved = resolve(config, platform=platform, model_context=8192, longest_prompt=100)
         values = {leaf.key: settings.get(resolved, leaf.key) for leaf in settings.leaves(Config)}
-        assert [key for key, value in values.items() if value == "auto"] == ["rollout.kv_memory_gib"]
+        assert tuple(key for key, value in values.items() if value == "auto") == LEFT_OPEN
         assert resolved.training.rows == 3
         assert resolved.training.row_tokens >= 116
         assert resolved.rollout.dtype == resolved.training.compute_dtype
         assert resolve(resolved, platform=platform, model_context=8192, longest_prompt=100) == resolved
         assert load(write(tmp_path, settings.to_toml(resolved))) == resolved
     assert config.rollout.max_slots == "auto"
+    fast = resolve(config, platform="cpu", model_context=8192, longest_prompt=9, auto_dtype="bfloat16")
+    assert (fast.training.compute_dtype, fast.rollout.dtype) == ("bfloat16", "bfloat16")
     assert resolve(config, platform="cpu", model_context=64, longest_prompt=60).training.row_tokens == 64
 
 
