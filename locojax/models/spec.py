@@ -252,8 +252,11 @@ def parameters(spec: ModelSpec) -> dict[str, Any]:
     return tree
 
 
+def count(tree: Mapping[str, Any]) -> int:
+    """Number of weights in a nested dict of `Parameter`."""
+    return sum(math.prod(p.shape) if isinstance(p, Parameter) else count(p) for p in tree.values())
+
+
 def num_parameters(spec: ModelSpec) -> int:
-    """Count of weights, a tied head counted once."""
-    tree = parameters(spec)
-    flat = [p for p in tree.values() if isinstance(p, Parameter)] + list(tree["layers"].values())
-    return sum(math.prod(p.shape) for p in flat)
+    """Number of the model's weights, a tied head counted once."""
+    return count(parameters(spec))

@@ -1,0 +1,163 @@
+"""Checkpoints of a run: written in the background, whole or absent, the last few and the best kept.
+
+A checkpoint holds the trainer's state (weights, optimizer, version) and the `Position` from which a run goes on. What is
+drawn at random is a function of (run seed, step, prompt, sample), so the position is all there is to remember of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from locojax import settings
+from locojax.config import Config
+from locojax.errors import CheckpointError
+
+_HELD_OUT = "held_out"
+_MUST_AGREE = (
+    "model.name", "training.method", "training.lora_rank", "training.lora_alpha", "training.lora_attention",
+    "training.lora_mlp", "training.lora_unembed", "training.lora_rslora", "data.source", "run.seed",
+    "run.prompts_per_step", "rollout.group_size",
+)  # fmt: skip
+"""Settings that decide what the next step is: a resumed run with another value would be another run."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """Where a run stands between two steps. Filled by the loop.
+
+    Example: Position(next_step=10, held_out_first=0.05, held_out=0.9)
+    """
+
+    next_step: int  # the data order and every seed follow from it
+    held_out_first: float | None  # accuracy before the first step
+    held_out: float | None  # the latest accuracy
+
+    def after(self, step_index: int, held_out: float | None) -> Position:
+        """The position once step `step_index` is done, and perhaps an evaluation."""
+        return Position(step_index + 1, self.held_out_first, self.held_out if held_out is None else held_out)
+
+
+class Checkpoints:
+    """The checkpoints in one run's folder. Saving returns at once; `wait` or the next save reports what went wrong.
+
+    Args:
+      folder: where they are kept; made if absent.
+      config: resolved; its `run.keep_last` and `run.keep_best` say what is kept.
+
+    Raises:
+      CheckpointError: the folder can't be used, or a save or a restore fails.
+    """
+
+    def __init__(self, folder: pathlib.Path, config: Config):
+        self.folder = folder
+        self._config = config
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells its every move
+        policies: list[checkpoint_managers.PreservationPolicy] = [
+            checkpoint_managers.LatestN(config.run.keep_last)
+        ]
+        if config.run.keep_best:
+            policies.append(
+                checkpoint_managers.BestN(
+                    get_metric_fn=lambda metrics: metrics[_HELD_OUT], n=1, keep_checkpoints_without_metrics=False
+                )
+            )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
+            create=True,
+            enable_async_checkpointing=True,
+        )
+        with _reporting(folder, "opened"):
+            self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, state: Mapping[str, Any], position: Position) -> None:
+        """Begins to write a checkpoint of `state`, a tree of arrays; they are copied before this returns."""
+        meta = {"position": dataclasses.asdict(position), "settings": self._settings()}
+        metrics = {} if position.held_out is None else {_HELD_OUT: position.held_out}
+        with _reporting(self.folder, "written"):
+            self._manager.wait_until_finished()
+            self._manager.save(
+                position.next_step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)),
+                metrics=metrics or None,
+                force=True,
+            )
+
+    def wait(self) -> None:
+        """Returns when what was saved is on disk."""
+        with _reporting(self.folder, "written"):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+
+    def position(self) -> Position:
+        """The position of the newest checkpoint, checked against the config.
+
+        Raises:
+          CheckpointError: there is none, or it was made with other settings (named).
+        """
+        step = self._newest()
+        with _reporting(self.folder, "read"):
+            meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        for key, now in self._settings().items():
+            then = meta["settings"].get(key)
+            if then != now:
+                raise CheckpointError(
+                    f"The checkpoint in {str(self.folder)!r} was made with another {key}",
+                    got=now,
+                    expected=then,
+                    remedy="Resume with the run's own settings, or start a new run under another run.name",
+                )
+        return Position(**meta["position"])
+
+    def restore(self, like: Mapping[str, Any]) -> dict[str, Any]:
+        """The newest checkpoint's state, in the shapes, dtypes and shardings of `like`."""
+        step = self._newest()
+        with _reporting(self.folder, "read"):
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            return self._manager.restore(step, args=args)["state"]
+
+    def close(self) -> None:
+        """Waits for what is being written, and lets go of the folder."""
+        self.wait()
+        self._manager.close()
+
+    def _newest(self) -> int:
+        step = self.latest()
+        if step is None:
+            raise CheckpointError(
+                f"There is no checkpoint to resume from in {str(self.folder)!r}",
+                remedy="Start without --resume, or check run.dir and run.name",
+            )
+        return step
+
+    def _settings(self) -> dict[str, Any]:
+        values = {leaf.key: settings.get(self._config, leaf.key) for leaf in settings.leaves(Config)}
+        return {key: values[key] for key in _MUST_AGREE}
+
+
+@contextlib.contextmanager
+def _reporting(folder: pathlib.Path, what: str) -> Iterator[None]:
+    """Turns a storage failure into a CheckpointError. tensorstore reports a full disk as ValueError, in its text only."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        text = str(error).strip().splitlines()
+        reason = text[0] if text else type(error).__name__
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        full = full or "No space left" in str(error) or "Disk quota exceeded" in str(error)
+        remedy = "Free some space and continue with --resume" if full else "Check run.dir and its permissions"
+        raise CheckpointError(
+            f"A checkpoint in {str(folder)!r} can't be {what}: {'the disk is full' if full else reason}", remedy=remedy
+        ) from error

@@ -1,0 +1,101 @@
+"""Prompts -> graded groups: one host's generation, with grading beside it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+from locojax.config import Config
+from locojax.hosts.phases import StepTimer
+from locojax.hosts.worker import HostWorker
+from locojax.rl.grading import Grader
+from locojax.rl.rewards import GradeInput
+from locojax.rl.seeds import sample_seed
+from locojax.types import Group, Prompt, Reward, Rollout, SampleRequest, SampleResult, SamplingParams
+
+Show = Callable[[int, int, float], None]
+"""(completions done, of how many, tokens/s)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generated:
+    """What was generated for a batch of prompts, in their order; `tokens_per_second` over prefill and decoding."""
+
+    groups: tuple[Group, ...]
+    tokens_per_second: float
+
+
+class Generation:
+    """Samples and grades. Completions are graded in other processes while later ones are still decoded.
+
+    Args:
+      check: called between decoding calls; may raise to stop (Ctrl-C), which gives the unfinished requests up.
+    """
+
+    def __init__(self, worker: HostWorker, grader: Grader, config: Config, timer: StepTimer, check: Callable[[], None]):
+        self._worker, self._grader, self._config = worker, grader, config
+        self._timer, self._check = timer, check
+
+    def rollouts(self, prompts: Sequence[Prompt], step_index: int, show: Show) -> Generated:
+        """One training step's groups. Seeds follow from (run seed, step, prompt): order and host don't matter."""
+        rollout = self._config.rollout
+        with self._timer.phase("admit"):
+            requests = []
+            for prompt in prompts:
+                params = SamplingParams(
+                    max_tokens=rollout.max_tokens,
+                    temperature=rollout.temperature,
+                    top_k=rollout.top_k,
+                    top_p=rollout.top_p,
+                    min_p=rollout.min_p,
+                    stop=rollout.stop,
+                    seed=sample_seed(self._config.run.seed, step_index, prompt.prompt_id),
+                )
+                name = f"step {step_index}/{prompt.prompt_id}"
+                requests.append(SampleRequest(name, prompt.tokens, params, num_samples=rollout.group_size))
+        return self._generate(requests, prompts, show)
+
+    def accuracy(self, prompts: Sequence[Prompt], show: Show) -> float:
+        """Mean reward of one greedy completion of each prompt; NaN if none could be scored."""
+        rollout = self._config.rollout
+        params = SamplingParams(max_tokens=rollout.max_tokens, temperature=0.0, stop=rollout.stop, seed=0)
+        with self._timer.phase("evaluate"):
+            requests = [SampleRequest(f"held out/{prompt.prompt_id}", prompt.tokens, params) for prompt in prompts]
+            groups = self._generate(requests, prompts, show).groups
+        rewards = [group.rollouts[0].reward.value for group in groups]
+        scored = [reward for reward in rewards if reward is not None]
+        return statistics.fmean(scored) if scored else float("nan")
+
+    def _generate(self, requests: Sequence[SampleRequest], prompts: Sequence[Prompt], show: Show) -> Generated:
+        prompt_of = {request.request_id: prompt for request, prompt in zip(requests, prompts, strict=True)}
+        total = sum(request.num_samples for request in requests)
+        results: dict[str, SampleResult] = {}
+        grades: dict[str, list[Future[Reward]]] = {}
+        num_tokens, num_done, start = 0, 0, time.perf_counter()
+        try:
+            for result in self._worker.sample(requests):
+                results[result.request_id] = result
+                grades[result.request_id] = self._submit(prompt_of[result.request_id], result)
+                num_tokens += sum(len(completion.tokens) for completion in result.completions)
+                num_done += len(result.completions)
+                show(num_done, total, num_tokens / (time.perf_counter() - start))
+                self._check()
+        finally:
+            self._worker.abort([request for request in requests if request.request_id not in results])
+        seconds = time.perf_counter() - start
+        with self._timer.phase("reward"):
+            groups = []
+            for request, prompt in zip(requests, prompts, strict=True):
+                rewards = self._grader.collect(grades[request.request_id])
+                completions = results[request.request_id].completions
+                groups.append(Group(prompt, tuple(map(Rollout, completions, rewards))))
+        return Generated(tuple(groups), num_tokens / seconds)
+
+    def _submit(self, prompt: Prompt, result: SampleResult) -> list[Future[Reward]]:
+        text = self._worker.completion_text
+        return self._grader.submit(
+            [GradeInput(prompt, text(completion), completion.stop_reason) for completion in result.completions]
+        )

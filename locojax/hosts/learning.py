@@ -1,0 +1,181 @@
+"""Graded groups -> what the trainer is given: advantages, training data, denominators, the step's record."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from locojax.config import Config
+from locojax.hosts.generation import Generated
+from locojax.hosts.metrics import StepMetrics
+from locojax.hosts.mismatch import Mismatch, mismatch
+from locojax.hosts.phases import StepAccount
+from locojax.rl.advantages import AdvantageResult, advantages
+from locojax.rl.datums import DatumStats, group_datums, sum_stats
+from locojax.types import AdamParams, Datum, Group, OptimStepResult
+
+EXTRA_SUMS = ("entropy", "kl", "num_clipped", "num_nonfinite", "num_computed_tokens", "num_datum_tokens")
+"""Of the trainer's sums, those that a step's record keeps; entropy as a mean over trained tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Lesson:
+    """What one batch of groups teaches. Filled by `lesson`.
+
+    Attributes:
+      data: with advantages and denominators in; empty if no group has a signal.
+      denominator: what the summed loss was divided by.
+      advantages: per group, in the order of its rollouts; not divided.
+      stats: counts over the groups.
+    """
+
+    data: tuple[Datum, ...]
+    denominator: float
+    advantages: tuple[AdvantageResult, ...]
+    stats: DatumStats
+
+
+def lesson(groups: Sequence[Group], config: Config) -> Lesson:
+    """Advantages within each group, and the data of those that have a signal, over the batch's one denominator.
+
+    The denominator is known before anything is trained, so no cut of the batch can change the gradient.
+    """
+    training, keeps_all = config.training, config.loss.kl_coefficient > 0
+    results, parts = [], []
+    for group in groups:
+        result = advantages([rollout.reward.value for rollout in group.rollouts], training.advantage)
+        results.append(result)
+        parts.append(
+            group_datums(group, result, mask_truncated=training.mask_truncated, keep_zero_variance=keeps_all)
+        )
+    stats = sum_stats(part.stats for part in parts)
+    if config.loss.normalise == "tokens":
+        denominator = float(max(stats.num_trained_tokens, 1))
+    else:
+        denominator = float(max(stats.num_samples - stats.num_unscorable, 1) * config.rollout.max_tokens)
+    data = tuple(_divided(datum, denominator) for part in parts for datum in part.datums)
+    return Lesson(data, denominator, tuple(results), stats)
+
+
+def _divided(datum: Datum, denominator: float) -> Datum:
+    inputs = dict(datum.inputs)
+    for name in ("advantages", "weights"):
+        inputs[name] = inputs[name] / np.float32(denominator)
+    return Datum(datum.tokens, inputs)
+
+
+def loss_config(config: Config, denominator: float) -> dict[str, Any]:
+    """The loss's settings, as the trainer takes them; only those that the loss has, and that were set."""
+    loss = config.loss
+    found: dict[str, Any] = {}
+    if loss.name in ("ppo", "cispo", "gspo"):
+        bounds = {"clip_low_threshold": loss.clip_low, "clip_high_threshold": loss.clip_high}
+        found |= {name: value for name, value in bounds.items() if value != "auto"}
+    if loss.name == "dro":
+        found["beta"] = loss.dro_beta / denominator  # its quadratic term has no advantage to carry the denominator
+    if loss.kl != "none" and loss.kl_in == "loss":
+        found |= {"kl": loss.kl, "kl_coefficient": loss.kl_coefficient}
+    return found
+
+
+def substeps(data: Sequence[Datum], number: int) -> list[Sequence[Datum]]:
+    """The batch cut into `number` parts of nearly the same size, in order; parts without data are left out."""
+    bounds = [round(i * len(data) / number) for i in range(number + 1)]
+    return [data[low:high] for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+
+
+def adam_params(config: Config, step_index: int) -> AdamParams:
+    """AdamW's settings for optimizer step `step_index` (from 0) of the run."""
+    optimizer = config.optimizer
+    total = config.run.num_steps * config.training.substeps
+    return AdamParams(
+        learning_rate=optimizer.learning_rate * schedule(config, step_index, total),
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        grad_clip_norm=optimizer.grad_clip_norm,
+    )
+
+
+def schedule(config: Config, step_index: int, total: int) -> float:
+    """Share of the peak learning rate: linear warm-up, then constant, linear or cosine decay to `final_share`."""
+    optimizer = config.optimizer
+    if step_index < optimizer.warmup_steps:
+        return (step_index + 1) / optimizer.warmup_steps
+    done = (step_index - optimizer.warmup_steps) / max(total - 1 - optimizer.warmup_steps, 1)
+    left = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))}
+    if optimizer.schedule == "constant":
+        return 1.0
+    return optimizer.final_share + (1 - optimizer.final_share) * max(left[optimizer.schedule], 0.0)
+
+
+def gap(data: Sequence[Datum], outputs: Sequence[Mapping[str, np.ndarray]]) -> Mismatch:
+    """Sampler against trainer, over the trained tokens of data that the trainer scored with the sampler's weights."""
+    masks = [datum.inputs["weights"] > 0 for datum in data]
+    return mismatch(
+        [datum.inputs["logprobs"][mask] for datum, mask in zip(data, masks, strict=True)],
+        [output["logprobs"][mask] for output, mask in zip(outputs, masks, strict=True)],
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training made of a lesson. Filled by the loop; `sums` holds each sub-step's metrics."""
+
+    update: OptimStepResult
+    sums: tuple[Mapping[str, float], ...]
+    gap: Mismatch
+
+    def total(self, name: str) -> float:
+        return sum(metrics[f"{name}:sum"] for metrics in self.sums)
+
+
+def step_metrics(
+    account: StepAccount,
+    generated: Generated,
+    learned: Lesson,
+    trained: Trained,
+    *,
+    held_out_before: float | None,
+    held_out: float | None,
+) -> StepMetrics:
+    """The step's record. Shares of nothing are 0, a mean of nothing is NaN."""
+    stats, gap, update = learned.stats, trained.gap, trained.update
+    rewards = [r.reward.value for group in generated.groups for r in group.rollouts if r.reward.value is not None]
+    samples, groups = max(stats.num_samples, 1), max(stats.num_groups, 1)
+    num_tokens, row_tokens = trained.total("num_tokens"), trained.total("num_row_tokens")
+    extra = {name: trained.total(name) for name in EXTRA_SUMS if trained.sums and f"{name}:sum" in trained.sums[0]}
+    if num_tokens and "entropy" in extra:
+        extra["entropy"] /= num_tokens
+    return StepMetrics(
+        step=account.step,
+        policy_version=update.policy_version,
+        account=account,
+        reward_mean=float(np.mean(rewards)) if rewards else math.nan,
+        reward_std=float(np.std(rewards)) if rewards else math.nan,
+        num_completions=stats.num_samples,
+        completion_tokens_mean=stats.num_completion_tokens / samples,
+        truncated_share=stats.num_truncated / samples,
+        zero_variance_share=stats.num_zero_variance_groups / groups,
+        unscorable_share=stats.num_unscorable / samples,
+        generated_tokens_per_second=generated.tokens_per_second,
+        trained_tokens=int(num_tokens),
+        padding_share=1 - trained.total("num_computed_tokens") / row_tokens if row_tokens else 0.0,
+        gap_mean=gap.mean,
+        gap_p99=gap.p99,
+        gap_max=gap.max,
+        gap_k3=gap.k3,
+        ratios_outside=gap.ratios_outside,
+        loss=trained.total("loss"),
+        grad_norm=update.metrics.get("grad_norm", 0.0),
+        learning_rate=update.metrics.get("learning_rate", 0.0),
+        held_out_before=held_out_before,
+        held_out=held_out,
+        update_skipped=update.skipped_because,
+        extra=extra,
+    )

@@ -1,0 +1,111 @@
+"""One host: its rollout engine, its shard of the trainer, and the verbs over both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from locojax.config import Config
+from locojax.hosts.phases import Phase
+from locojax.models.hub import LoadedModel
+from locojax.models.lora import LoraSpec
+from locojax.rollout.engine import Engine, EngineSettings
+from locojax.training import publish
+from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.types import AdamParams, Completion, Datum, ForwardBackwardResult, OptimStepResult, SampleRequest
+from locojax.types import SampleResult
+
+Timed = Callable[[Phase], AbstractContextManager[None]]
+
+
+def lora_spec(config: Config) -> LoraSpec | None:
+    """The adapter that the settings ask for; None for full fine-tuning."""
+    training = config.training
+    if training.method == "full":
+        return None
+    return LoraSpec(
+        rank=training.lora_rank,
+        alpha=training.lora_alpha,
+        attention=training.lora_attention,
+        mlp=training.lora_mlp,
+        unembed=training.lora_unembed,
+        rslora=training.lora_rslora,
+    )
+
+
+class HostWorker:
+    """Samples from and trains one model on one host.
+
+    The engine samples the weights that were published last; `publish` hands it the trainer's.
+
+    Args:
+      model: the weights both sides start from.
+      config: resolved.
+      timed: enters a phase of the step's account.
+    """
+
+    def __init__(self, model: LoadedModel, config: Config, timed: Timed):
+        self._timed = timed
+        self.tokenizer = model.tokenizer
+        training, rollout = config.training, config.rollout
+        self.trainer = Trainer(
+            model.spec,
+            model.params,
+            TrainerSettings(
+                row_tokens=int(training.row_tokens),
+                rows=int(training.rows),
+                compute_dtype=training.compute_dtype,
+                remat=training.remat,
+            ),
+            lora=lora_spec(config),
+            seed=config.run.seed,
+            phase=timed,
+        )
+        self.engine = Engine(
+            model.spec,
+            EngineSettings(
+                max_context=int(config.model.max_context),
+                max_slots=int(rollout.max_slots),
+                dtype=rollout.dtype,
+                max_iterations=int(rollout.decode_iterations),
+            ),
+            model.tokenizer,
+            phase=timed,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        return self.trainer.policy_version
+
+    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[SampleResult]:
+        """Results as they finish; between two of them the caller may do work of its own, or stop."""
+        for request in requests:
+            self.engine.add(request)
+        while self.engine.busy:
+            yield from self.engine.step()
+
+    def abort(self, requests: Sequence[SampleRequest]) -> None:
+        """Gives up requests that `sample` was called with and whose results are no longer wanted."""
+        for request in requests:
+            self.engine.abort(request.request_id)
+
+    def forward_backward(self, data: Sequence[Datum], loss: str, loss_config: Mapping[str, Any]) -> ForwardBackwardResult:
+        """Adds the gradient of the summed loss; log-probs are returned where the loss reads them."""
+        return self.trainer.forward_backward(data, loss, loss_config, score="active")
+
+    def optim_step(self, adam: AdamParams) -> OptimStepResult:
+        """Applies the accumulated gradient."""
+        return self.trainer.optim_step(adam)
+
+    def publish(self) -> None:
+        """The trainer's weights become the engine's, under the trainer's version."""
+        with self._timed("publish"):
+            publish.publish(self.trainer, self.engine)
+
+    def completion_text(self, completion: Completion) -> str:
+        """What a grader reads: the completion without the token or string that stopped it."""
+        if isinstance(completion.stopped_by, str):
+            return completion.text[: completion.text.rfind(completion.stopped_by)]
+        tokens = completion.tokens[:-1] if completion.stopped_by is not None else completion.tokens
+        return self.tokenizer.decode(tokens)

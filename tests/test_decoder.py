@@ -1,0 +1,154 @@
+"""The forward pass against a numpy oracle written from the papers, and what packing promises."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG
+
+from locojax.models import attention, decoder
+from locojax.models.lora import Adapters, LoraSpec, init_adapter
+from locojax.models.spec import ModelSpec
+
+SPEC = ModelSpec.from_hf_config(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def params():
+    drawn = decoder.init_params(SPEC, jax.random.key(1))
+    return jax.tree.map(lambda leaf: leaf * 8 if leaf.ndim > 1 else leaf, drawn)  # far from linear
+
+
+def rows(*segments: list[int]):
+    """Plain packing of segments into one row: tokens, positions, until."""
+    tokens = np.concatenate(segments).astype(np.int32)[None]
+    positions = np.concatenate([np.arange(len(s)) for s in segments]).astype(np.int32)[None]
+    ends = np.cumsum([len(s) for s in segments])
+    until = np.concatenate([[end] * len(s) for s, end in zip(segments, ends, strict=True)]).astype(np.int32)[None]
+    return jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(until)
+
+
+def hidden(params, tokens, positions, until, **kwargs):
+    return np.asarray(decoder.forward(params, SPEC, tokens, positions, until, **kwargs)[0])
+
+
+def oracle(params, tokens: list[int]) -> np.ndarray:
+    """One sequence, float64 numpy, loops instead of tricks: Llama as its paper tells it."""
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    heads, kv, h = SPEC.num_heads, SPEC.num_kv_heads, SPEC.head_dim
+
+    def norm(x, w):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + SPEC.norm_eps) * w
+
+    def rotate(x):
+        out = x.copy()
+        for t in range(len(x)):
+            for i in range(h // 2):
+                angle = t / SPEC.rope.theta ** (2 * i / h)
+                a, b = x[t, :, i].copy(), x[t, :, i + h // 2].copy()
+                out[t, :, i] = a * np.cos(angle) - b * np.sin(angle)
+                out[t, :, i + h // 2] = b * np.cos(angle) + a * np.sin(angle)
+        return out
+
+    x = p["embed"][tokens]
+    for layer in range(SPEC.num_layers):
+        w = {name: leaf[layer] for name, leaf in p["layers"].items()}
+        n = norm(x, w["attn_norm"])
+        q, k = rotate((n @ w["q"]).reshape(-1, heads, h)), rotate((n @ w["k"]).reshape(-1, kv, h))
+        v = (n @ w["v"]).reshape(-1, kv, h)
+        out = np.zeros_like(q)
+        for t in range(len(x)):
+            for head in range(heads):
+                group = head // (heads // kv)
+                scores = k[: t + 1, group] @ q[t, head] / np.sqrt(h)
+                weights = np.exp(scores - scores.max())
+                out[t, head] = (weights / weights.sum()) @ v[: t + 1, group]
+        x = x + out.reshape(len(x), -1) @ w["o"]
+        n = norm(x, w["mlp_norm"])
+        gate = n @ w["gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (n @ w["up"])) @ w["down"]
+    return norm(x, p["final_norm"])
+
+
+def test_forward_equals_the_oracle(params):
+    tokens = [5, 9, 200, 31, 7, 7, 120]
+    np.testing.assert_allclose(hidden(params, *rows(tokens))[0], oracle(params, tokens), atol=2e-5)
+
+
+def test_packed_sequences_do_not_see_each_other(params):
+    """C30: bit-equal whatever the neighbour holds, and equal to the sequence alone."""
+    first, second = [3, 1, 4, 1, 5], [9, 2, 6, 5]
+    packed = hidden(params, *rows(first, second))[0]
+    changed = hidden(params, *rows([8, 8, 8, 8, 8], second))[0]
+    assert np.array_equal(packed[5:], changed[5:])
+    np.testing.assert_allclose(packed[:5], oracle(params, first), atol=2e-5)
+    np.testing.assert_allclose(packed[5:], oracle(params, second), atol=2e-5)
+
+
+def test_a_shared_prefix_is_what_each_continuation_would_have_had(params):
+    prefix, a, b = [10, 11, 12], [20, 21], [30, 31, 32]
+    tokens = jnp.asarray([prefix + a + b], jnp.int32)
+    positions = jnp.asarray([[0, 1, 2, 3, 4, 3, 4, 5]], jnp.int32)
+    until = jnp.asarray([[8, 8, 8, 5, 5, 8, 8, 8]], jnp.int32)
+    shared = hidden(params, tokens, positions, until)[0]
+    np.testing.assert_allclose(shared[:5], oracle(params, prefix + a), atol=2e-5)
+    np.testing.assert_allclose(shared[5:], oracle(params, prefix + b)[3:], atol=2e-5)
+
+
+def test_blocks_of_queries_change_nothing(params, monkeypatch):
+    tokens = rows(list(range(40, 53)), list(range(90, 101)))
+    whole = hidden(params, *tokens)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
+    np.testing.assert_allclose(hidden(params, *tokens), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [name for name in decoder.REMAT_POLICIES if name != "none"])
+def test_recomputation_changes_no_gradient(params, policy):
+    tokens = rows([5, 9, 200, 31])
+
+    def total(params, remat):
+        return jnp.sum(decoder.forward(params, SPEC, *tokens, remat=remat)[0] ** 2)
+
+    kept, recomputed = jax.grad(total)(params, "none"), jax.grad(total)(params, policy)
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(recomputed), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_fresh_adapter_is_the_base_bit_for_bit(params):
+    """C31: b is zero at the start."""
+    tokens = rows([5, 9, 200, 31])
+    lora = LoraSpec(4, unembed=True)
+    adapters = Adapters(init_adapter(SPEC, lora, 0), jnp.float32(lora.scale))
+    base, adapted = hidden(params, *tokens), hidden(params, *tokens, adapters=adapters)
+    assert np.array_equal(base, adapted)
+    of_base = decoder.logits(params, jnp.asarray(base))
+    assert np.array_equal(of_base, decoder.logits(params, jnp.asarray(adapted), adapters))
+
+
+def test_stacked_adapters_are_picked_by_row(params):
+    lora = LoraSpec(4, unembed=True)
+    one, two = (jax.tree.map(lambda leaf: leaf + 0.1, init_adapter(SPEC, lora, seed)) for seed in (0, 1))
+    scale = jnp.float32(lora.scale)
+    stacked = {
+        name: jax.tree.map(lambda a, b, axis=(0 if name == "head" else 1): jnp.stack([a, b], axis), one[name], two[name])
+        for name in one
+    }
+    both = Adapters(stacked, jnp.stack([scale, scale]), jnp.asarray([1, 0], jnp.int32))
+    tokens, positions, until = (jnp.concatenate([part, part]) for part in rows([5, 9, 200, 31]))
+    picked = hidden(params, tokens, positions, until, adapters=both)
+    for row, adapter in enumerate((two, one)):
+        alone = hidden(params, *rows([5, 9, 200, 31]), adapters=Adapters(adapter, scale))
+        np.testing.assert_allclose(picked[row], alone[0], atol=2e-5)
+
+
+def test_lora_scale():
+    """C31: 64 by alpha / r; 181.02 by alpha / sqrt(r)."""
+    from locojax.models.lora import delta
+
+    weights = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 4))}
+    for rslora, expected in ((False, 64.0), (True, 181.0193)):
+        scale = jnp.float32(LoraSpec(8, alpha=16.0, rslora=rslora).scale)
+        out = delta(jnp.ones((1, 1, 4)), weights, scale, None)
+        np.testing.assert_allclose(out, np.full((1, 1, 4), expected), rtol=1e-5)
