@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import transformers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -91,7 +92,6 @@ def sentencepiece_backend():
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize("add_special", [False, True])
 def test_ids_text_and_chats_equal_those_of_transformers(bos, add_special, tmp_path):
-    transformers = pytest.importorskip("transformers")
     folder = write(tmp_path, byte_level_backend(bos))
     ours, theirs = Tokenizer.from_directory(folder), transformers.AutoTokenizer.from_pretrained(folder)
     for text in [TEXT, "", " ", "<|im_start|>x<|im_end|>", "a<think>b", "ünïcödé\x00\x7f"]:
@@ -168,7 +168,6 @@ def test_what_is_saved_is_what_was_read(tokenizer, tmp_path):
     assert copy.chat(MESSAGES) == tokenizer.chat(MESSAGES)
     for attribute in ("eos_ids", "bos_id", "pad_id", "special_ids", "vocab_size", "chat_template"):
         assert getattr(copy, attribute) == getattr(tokenizer, attribute)
-    transformers = pytest.importorskip("transformers")
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "copy").encode(TEXT) == tokenizer.encode(TEXT)
 
 
@@ -212,7 +211,6 @@ def test_directories_that_hold_no_usable_tokenizer_are_refused(tmp_path):
 
 def test_the_older_format_is_converted(tmp_path):
     """vocab.json and merges.txt, as GPT-2 and the first Qwen2 uploads have them."""
-    pytest.importorskip("transformers")
     backend = byte_level_backend()
     backend.model.save(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from locojax.errors import ModelError
 from locojax.models import gguf as gguf_files
 from locojax.models.spec import ModelSpec
 from locojax.models.weights import TreeBuilder, flatten, load_directory
-
-gguf = pytest.importorskip("gguf")
 
 GOLDEN = Path(__file__).parent / "golden"
 Q = gguf.GGMLQuantizationType

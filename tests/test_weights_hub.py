@@ -7,12 +7,13 @@ import os
 import shutil
 from pathlib import Path
 
+import gguf
 import jax
 import numpy as np
 import pytest
 from test_tokenizer import byte_level_backend, gguf_metadata
 from test_tokenizer import write as write_tokenizer
-from test_weights_gguf import converted, gguf
+from test_weights_gguf import converted
 
 from locojax.errors import ModelError
 from locojax.models import cache, hub

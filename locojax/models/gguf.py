@@ -8,7 +8,6 @@ one kind of model. Needs the `gguf` package, which knows the file format, the te
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from locojax.errors import ModelError
+from locojax.models.decoder import rope_frequencies
+from locojax.models.spec import RopeSpec
 from locojax.models.weights import HF_MODULES, LAYER_NORMS, TOP_TENSORS
 
 QUANT_TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -223,28 +224,27 @@ def _llama3_scaling(path: Path, entry: Any, config: Mapping[str, Any]) -> dict[s
     The divisors of the slowest frequencies are the factor itself. The other three settings are the ones that every
     Llama 3.1-3.3 uses; should they not reproduce the stored divisors, the file is refused.
     """
-    divisors = _dequantize(entry, stored=False).astype(np.float64)
-    scaling = {
-        "rope_type": "llama3",
-        "factor": float(divisors.max()),
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    expected = llama3_divisors(config["rope_theta"], config["head_dim"], scaling)
+    divisors = _dequantize(entry, stored=False)
+    theta, head_dim = config["rope_theta"], config["head_dim"]
+    rope = RopeSpec(
+        theta,
+        kind="llama3",
+        factor=float(divisors.max()),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_positions=8192,
+    )
+    expected = rope_frequencies(RopeSpec(theta), head_dim) / rope_frequencies(rope, head_dim)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
         raise ModelError(
             f"{path.name} scales its rope frequencies (rope_freqs.weight) in a way that is not implemented",
             got=f"divisors from {divisors.min():g} to {divisors.max():g}",
             expected="Llama 3's, with low and high frequency factors 1 and 4 and an original context of 8192",
         )
-    return scaling
-
-
-def llama3_divisors(theta: float, head_dim: int, scaling: Mapping[str, Any]) -> np.ndarray:
-    """What each rope frequency is divided by, f64[head_dim / 2] (Llama 3.1 reference code, `apply_scaling`)."""
-    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return 1.0 / (smooth + (1.0 - smooth) / scaling["factor"])
+    return {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+    }
