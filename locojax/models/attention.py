@@ -74,3 +74,73 @@ def chunk_with_context(q: Array, k: Array, v: Array, context_k: Array, context_v
         [jnp.broadcast_to(seen[:, None], (q.shape[0], T, P)), jnp.broadcast_to(causal[None], (q.shape[0], T, T))], -1
     )
     return _attend(q, keys, values, mask)
+
+
+def decode_shared(
+    q: Array,
+    prompt_k: Array,
+    prompt_v: Array,
+    prompt_len: Array,
+    members: Array,
+    entry: Array,
+    rank: Array,
+    own_k: Array,
+    own_v: Array,
+    own_len: Array,
+) -> Array:
+    """One query a slot over its group's shared prompt and its own tokens, joined as one softmax.
+
+    The queries of the slots that share an entry are gathered, so that a prompt is read once for its whole group, in one
+    GEMM; the two parts are joined by their maxima and sums (as in flash attention, Dao et al. 2022).
+
+    Args:
+      q: [B, H, h].
+      prompt_k, prompt_v: [E, K, P, h], of which the first prompt_len i32[E] are valid.
+      members: i32[E, M], the slots of each entry; B where there are fewer than M.
+      entry, rank: i32[B]; slot b is members[entry[b], rank[b]].
+      own_k, own_v: [B, K, C, h], of which the first own_len i32[B] are valid.
+
+    Returns: [B, H, h] in q's dtype.
+    """
+    B, H, h = q.shape
+    E, K, P, _ = prompt_k.shape
+    M, G = members.shape[1], H // K
+    gathered = jnp.take(q, members, axis=0, mode="fill", fill_value=0).reshape(E, M, K, G, h)
+    gathered = gathered.swapaxes(1, 2).reshape(E, K, M * G, h)
+    valid = jnp.arange(P, dtype=jnp.int32)[None] < prompt_len[:, None]
+    shared = _partial(gathered, prompt_k, prompt_v, valid)
+    shared = tuple(part.reshape(E, K, M, G, -1)[entry, :, rank] for part in shared)
+
+    seen = jnp.arange(own_k.shape[2], dtype=jnp.int32)[None] < own_len[:, None]
+    own = _partial(q.reshape(B, K, G, h), own_k, own_v, seen)
+
+    top = jnp.maximum(shared[0], own[0])
+    a, b = jnp.exp(shared[0] - top), jnp.exp(own[0] - top)
+    out = (shared[2] * a + own[2] * b) / (shared[1] * a + own[1] * b)
+    return out.reshape(B, H, h).astype(q.dtype)
+
+
+def _partial(q: Array, k: Array, v: Array, valid: Array) -> tuple[Array, Array, Array]:
+    """Softmax attention before division: q [N,K,X,h], k, v [N,K,S,h], valid bool[N,S] -> fp32 (maximum [N,K,X,1],
+    sum [N,K,X,1], weighted values [N,K,X,h]). With no valid key the sum is S at a maximum that joining makes vanish."""
+    scores = jnp.einsum("nkxh,nksh->nkxs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = jnp.where(valid[:, None, None], scores, MASKED)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - top)
+    values = jnp.einsum("nkxs,nksh->nkxh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return top, jnp.sum(weights, axis=-1, keepdims=True), values
+
+
+def decode_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Array:
+    """One query a slot over the pages its table names: the plain twin of the ragged paged attention kernel.
+
+    q [B, H, h]; pages [N, page, 2K, h], keys and values of a head side by side, as the kernel lays them out;
+    table i32[B, W], entries beyond the slot's pages may be anything; num_tokens i32[B] valid. Returns [B, H, h].
+    """
+    B, H, h = q.shape
+    K = pages.shape[2] // 2
+    gathered = jnp.take(pages, table, axis=0, mode="clip")  # [B, W, page, 2K, h]
+    gathered = gathered.reshape(B, -1, K, 2, h).transpose(3, 0, 2, 1, 4)
+    valid = jnp.arange(gathered.shape[3], dtype=jnp.int32)[None] < num_tokens[:, None]
+    _, total, values = _partial(q.reshape(B, K, H // K, h), gathered[0], gathered[1], valid)
+    return (values / total).reshape(B, H, h).astype(q.dtype)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +36,12 @@ class SamplerRows:
       temperature: f32[B], 0 is argmax. top_k: i32[B], 0 is off. top_p: f32[B], 1 is off. min_p: f32[B], 0 is off.
     """
 
-    key: Array
-    position: Array
-    temperature: Array
-    top_k: Array
-    top_p: Array
-    min_p: Array
+    key: Any  # arrays: numpy's on the host, jax's in a program
+    position: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
 
 
 def key_of(seed: int, sample_index: int) -> np.ndarray:

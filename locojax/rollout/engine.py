@@ -1,0 +1,323 @@
+"""One host's generation engine. `step()` is three calls: schedule, run, finish.
+
+Nothing here waits for another host, and the host is off the per-token path: a step decodes many tokens in one program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from locojax.errors import RequestError
+from locojax.models.decoder import Params
+from locojax.models.lora import Adapters
+from locojax.models.spec import ModelSpec
+from locojax.rollout import programs
+from locojax.rollout.batch import decode_rows, num_stop_ids
+from locojax.rollout.layouts import Cache
+from locojax.rollout.pages import Moves, Shape
+from locojax.rollout.prefilling import Loaded, Prefiller
+from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
+from locojax.rollout.sampling import key_of
+from locojax.rollout.scheduler import Schedule, Scheduler
+from locojax.rollout.settings import EngineSettings, memory_and_layout
+from locojax.rollout.stats import EngineStats, TokenEvent
+from locojax.types import SampleRequest, SampleResult
+
+Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]
+
+
+@dataclasses.dataclass(eq=False)
+class _Request:
+    """A request in the engine: its samples, and what the prefill pass gave."""
+
+    request: SampleRequest
+    samples: list[Sample]
+    prompt_logprobs: np.ndarray | None = None
+    topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+
+
+class Engine:
+    """Samples completions. One thread at a time may use it.
+
+    Example:
+      engine = Engine(spec, EngineSettings(), tokenizer)
+      engine.load(decoder.unstack(params, spec, jnp.float32), version=0)
+      results = engine.generate([SampleRequest("a", (1, 2, 3), SamplingParams(max_tokens=8), num_samples=4)])
+    """
+
+    def __init__(
+        self, spec: ModelSpec, settings: EngineSettings, tokens: TokenBytes, *, phase: Phase | None = None
+    ):
+        """`phase` is entered around device work, to account for its time."""
+        self.spec, self.settings = spec, settings
+        self.policy_version: int | None = None
+        self._tokens = tokens
+        self._phase: Phase = phase or (lambda name: contextlib.nullcontext())
+        self._max_context = min(settings.max_context or spec.max_context, spec.max_context)
+        self._memory, self._layout = memory_and_layout(spec, settings)
+        self._scheduler = Scheduler(
+            self._memory,
+            max_iterations=settings.max_iterations,
+            max_iterations_watched=min(8, settings.max_iterations),
+            prefix_cache=settings.prefix_cache,
+        )
+        self._compiler = programs.Compiler(
+            programs.ProgramSpec(spec, self._layout, settings.dtype, settings.logprobs_of, settings.max_iterations)
+        )
+        self._prefiller = Prefiller(self._compiler, self._layout, settings.max_prefill_tokens)
+        self._requests: dict[str, _Request] = {}
+        self._closed: list[SampleResult] = []  # to be returned by the next step
+        self._events: list[TokenEvent] = []
+        self._num_added = 0
+        # Table sizes only grow while samples run: a smaller one would be another program.
+        self._table_width, self._num_stops = 1, 1
+        self._shape = Shape(entries=2 * settings.max_slots)
+        self._copies = Moves()
+        self._cache: Any = None
+        self._loaded = Loaded({}, None, 0)
+        self._stats = EngineStats()
+
+    def load(self, weights: Params, version: int, adapters: Adapters | None = None, *, interrupt: bool = False) -> None:
+        """New weights, in the form of `decoder.unstack`. The KV memory stays; cached prompts are forgotten.
+
+        Args:
+          version: the policy version that completions begun from now on are stamped with.
+          adapters: one (`scale` f32[]), which `SampleRequest.adapter` 1 picks; or N stacked (`scale` f32[N]), of which
+            the index picks one and row 0 is never used: 0 is no adapter.
+          interrupt: lets samples that run go on under the new weights: their tokens are kept, prefilled again, and
+            they stay stamped with the version they began with.
+
+        Raises:
+          RequestError: samples run and `interrupt` is False.
+        """
+        if self._scheduler.running and not interrupt:
+            raise RequestError(
+                f"Weights of version {version} can't be loaded while {len(self._scheduler.running)} samples run",
+                remedy="Step until they finish, abort them, or load with interrupt=True",
+            )
+        self._scheduler.preempt_all()
+        self._scheduler.drop_prefixes()
+        if adapters is not None and adapters.scale.ndim:
+            adapters = dataclasses.replace(adapters, scale=adapters.scale.at[0].set(0.0))
+        leaves, tree = jax.tree.flatten((weights, adapters))
+        signature = hash((tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)))
+        self._loaded, self.policy_version = Loaded(weights, adapters, signature), version
+
+    def add(self, request: SampleRequest, *, stream: bool = False) -> None:
+        """Queues a request. With `stream`, `drain` tells of its tokens as they come.
+
+        Raises:
+          RequestError: it is malformed, can't fit, or its id is in use. Other requests are not affected.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"Request {request.request_id!r} is already running", remedy="Use another request_id")
+        max_tokens = validate(
+            request, vocab_size=self.spec.vocab_size, max_context=self._max_context, num_adapters=self._num_adapters
+        )
+        if not self._memory.fits_alone(len(request.prompt), max_tokens):
+            raise RequestError(
+                f"Request {request.request_id!r}: {len(request.prompt)} prompt tokens and up to {max_tokens} new ones"
+                " don't fit in the KV memory",
+                got=f"kv_bytes={self.settings.kv_bytes}",
+                remedy="Lower max_tokens or raise the engine's kv_bytes",
+            )
+        seed: Any = request.params.seed
+        if seed is None:
+            seed = f"unseeded/{self.settings.seed}/{self._num_added}"
+        self._num_added += 1
+        stop = StopRule.of(request.params.stop, self._tokens.eos_ids)
+        samples = [
+            Sample(request, i, key_of(seed, i), stop, max_tokens, request.prompt, stream)
+            for i in range(request.num_samples)
+        ]
+        self._requests[request.request_id] = _Request(request, samples)
+        self._scheduler.add(samples)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request; the next `step` returns what it has, unfinished samples marked `abort`. False if unknown."""
+        if request_id not in self._requests:
+            return False
+        self._scheduler.remove(request_id)
+        self._close(self._requests[request_id])
+        return True
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that `step` has yet to return."""
+        return len(self._requests) + len(self._closed)
+
+    def step(self) -> list[SampleResult]:
+        """Runs what is due and returns the requests that finished.
+
+        Raises:
+          RequestError: no weights have been loaded.
+        """
+        if self.policy_version is None:
+            raise RequestError("The engine has no weights", remedy="Call load first")
+        start = time.perf_counter()
+        busy = self._stats.prefill_seconds + self._stats.decode_seconds
+        if self._scheduler.waiting or self._scheduler.running:
+            self._run(self._schedule())
+        results = self._finish()
+        busy = self._stats.prefill_seconds + self._stats.decode_seconds - busy
+        self._stats.host_seconds += time.perf_counter() - start - busy
+        return results
+
+    def generate(self, requests: Iterable[SampleRequest]) -> list[SampleResult]:
+        """Adds the requests and steps until they are done; results in their order.
+
+        Raises:
+          RequestError: one is malformed; then none of them is run.
+        """
+        wanted: list[str] = []
+        try:
+            for request in requests:
+                self.add(request)
+                wanted.append(request.request_id)
+        except RequestError:
+            for request_id in wanted:
+                self._scheduler.remove(request_id)
+                del self._requests[request_id]
+            raise
+        others: list[SampleResult] = []
+        done: dict[str, SampleResult] = {}
+        while len(done) < len(wanted):
+            for result in self.step():
+                if result.request_id in wanted:
+                    done[result.request_id] = result
+                else:
+                    others.append(result)
+        self._closed += others  # for whoever added them and calls step
+        return [done[request_id] for request_id in wanted]
+
+    def drain(self) -> list[TokenEvent]:
+        """What streamed requests have sampled since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> EngineStats:
+        """A snapshot of the totals."""
+        return dataclasses.replace(
+            self._stats,
+            num_compilations=self._compiler.num_compilations,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_prefix_hits=self._scheduler.num_prefix_hits,
+        )
+
+    @property
+    def _num_adapters(self) -> int:
+        scale = None if self._loaded.adapters is None else self._loaded.adapters.scale
+        if scale is None:
+            return 1
+        return scale.shape[0] if scale.ndim else 2
+
+    def _schedule(self) -> Schedule:
+        """Decides what runs, and brings the device's memory into the shape that it needs."""
+        scheduler = self._scheduler
+        if not scheduler.running:
+            self._table_width = 1
+        plan = scheduler.schedule()
+        final = max((s.num_stored + s.remaining for s in scheduler.running), default=1)
+        moves = self._memory.settle(shrink=plan.shrink, final_capacity=final) or Moves()
+        if moves.shape is not None:
+            self._shape = moves.shape
+        if self._cache is None:
+            self._cache = self._layout.new_cache(self.spec, self._shape, self.settings.dtype)
+        elif moves.shape is not None:
+            self._cache = self._layout.move(self._cache, dataclasses.replace(moves, page_copies=()))
+        self._copies = Moves(page_copies=moves.page_copies)
+        return plan
+
+    def _run(self, plan: Schedule) -> None:
+        """Computes new prompts, then decodes."""
+        try:
+            if plan.prompts:
+                with self._phase("prefill"):
+                    self._prefill(plan)
+            self._cache = self._layout.move(self._cache, self._copies)  # of pages that may just have been filled
+            if self._scheduler.running:
+                with self._phase("decode"):
+                    self._decode(plan)
+        except BaseException:
+            # The cache was donated and may be gone; what it held can be computed again.
+            self._scheduler.preempt_all()
+            self._scheduler.drop_prefixes()
+            self._cache = None
+            raise
+
+    def _prefill(self, plan: Schedule) -> None:
+        start = time.perf_counter()
+        num_top = {p.scored_for: self._requests[p.scored_for].request.topk_prompt_logprobs
+                   for p in plan.prompts if p.scored_for is not None}  # fmt: skip
+        scores = self._prefiller.run(self._loaded, self._cache, self._shape, plan.prompts, num_top, self._keep)
+        for request_id, score in scores.items():
+            mine = self._requests[request_id]
+            mine.prompt_logprobs = score.logprobs if mine.request.prompt_logprobs else None
+            mine.topk_prompt_logprobs = score.top
+        jax.block_until_ready(self._cache["last"])
+        self._stats.num_prompt_tokens += sum(len(p.tokens) for p in plan.prompts)
+        self._stats.prefill_seconds += time.perf_counter() - start
+
+    def _keep(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def _decode(self, plan: Schedule) -> None:
+        running, num_rows = self._scheduler.running, self._memory.rows.num_rows
+        self._num_stops = max(self._num_stops, num_stop_ids(running))
+        slots = [s.slot for s in running if s.slot is not None]
+        groups = (min(s.request.num_samples, self.settings.max_slots) for s in running)
+        tables = self._layout.tables(slots, num_rows, self._shape, max(self._table_width, *groups))
+        self._table_width = self._layout.width(tables)
+        rows = decode_rows(running, num_rows, self._num_stops, tables)
+        key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width)
+        start = time.perf_counter()
+        self._cache, tokens, logprobs, gained, num_iterations = self._compiler.call(
+            programs.decode, key, self._loaded.weights, self._loaded.adapters, self._cache, rows,
+            np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32),
+        )  # fmt: skip
+        tokens, logprobs, gained = np.asarray(tokens), np.asarray(logprobs), np.asarray(gained)
+        self._stats.decode_seconds += time.perf_counter() - start
+        self._stats.num_iterations += int(num_iterations)
+        self._stats.row_iterations += int(gained.sum())
+        self._stats.padded_row_iterations += num_rows * (int(num_iterations) + int(rows.fresh.any()))
+        for sample in list(running):
+            assert sample.slot is not None
+            row, first = sample.slot.row, 0 if sample.fresh else 1
+            new = slice(first, first + int(gained[row]))
+            self._extend(sample, tokens[new, row].tolist(), logprobs[new, row].tolist())
+
+    def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float]) -> None:
+        """Appends what was sampled, up to a stop string, and frees the slot of a sample that ended."""
+        if sample.policy_version is None and tokens:
+            sample.policy_version = self.policy_version
+        at = len(sample.text)
+        taken = sample.append(tokens, logprobs, self._tokens)
+        self._stats.num_tokens += taken
+        if sample.stop_reason is not None:
+            self._scheduler.finish(sample)
+        if sample.streamed and taken:
+            self._events.append(sample.event(taken, at))
+
+    def _finish(self) -> list[SampleResult]:
+        """Collects requests of which no sample runs or waits any more."""
+        for mine in list(self._requests.values()):
+            if all(sample.stop_reason is not None for sample in mine.samples):
+                self._close(mine)
+        closed, self._closed = self._closed, []
+        return closed
+
+    def _close(self, mine: _Request) -> None:
+        del self._requests[mine.request.request_id]
+        version = -1 if self.policy_version is None else self.policy_version
+        completions = tuple(s.completion(version, self.settings.logprobs_of) for s in mine.samples)
+        self._closed.append(
+            SampleResult(mine.request.request_id, completions, mine.prompt_logprobs, mine.topk_prompt_logprobs)
+        )

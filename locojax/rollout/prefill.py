@@ -1,0 +1,136 @@
+"""Which prompts are computed together, and how they lie in packed rows. No jax.
+
+Prompts are packed into rows with `until` (see `models.attention`); a header that all prompts of a batch begin with is
+laid out and computed once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from locojax.rollout.pages import power_of_two
+
+MIN_ROW = 16
+ATTENTION_COST = 2048
+"""A token's attention costs as much as its GEMMs when it sees about this many tokens."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillShape:
+    """Of a packed prefill program: rows x tokens of each, and how many prompts it stores."""
+
+    rows: int
+    tokens: int
+    prompts: int
+
+    @property
+    def cost(self) -> float:
+        return self.rows * self.tokens * (1 + self.tokens / ATTENTION_COST)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """Packed prompts. tokens, positions, until: i32[R, T].
+
+    `source[n][i]` is where in the flattened rows token i of prompt n was computed.
+    """
+
+    shape: PrefillShape
+    tokens: np.ndarray
+    positions: np.ndarray
+    until: np.ndarray
+    source: tuple[np.ndarray, ...]
+
+
+def row_size(num_tokens: int) -> int:
+    """The least of 16, 24, 32, 48, 64, 96, ... that holds so many tokens: few shapes, at most a third of padding."""
+    size = MIN_ROW
+    while size < num_tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size
+
+
+def common_header(prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens all prompts begin with, leaving at least one of each for itself."""
+    if len(prompts) < 2:
+        return 0
+    first, last = min(prompts), max(prompts)  # the two that differ earliest, in lexicographic order
+    shared = len(os.path.commonprefix([list(first), list(last)]))
+    return min(shared, min(map(len, prompts)) - 1)
+
+
+def pack(prompts: Sequence[Sequence[int]], known_shapes: Collection[PrefillShape] = ()) -> Packed:
+    """Lays prompts out in the cheapest of: separate segments over several rows, or one row with the header once.
+
+    A shape among `known_shapes` (already compiled) that is at most 1.5 times as costly is preferred.
+    """
+    count = power_of_two(len(prompts))
+    header = common_header(prompts)
+    longest = row_size(max(map(len, prompts)))
+    plain_bins = _fit(prompts, 0, longest)
+    options = [(0, PrefillShape(power_of_two(len(plain_bins)), longest, count))]
+    if header:
+        together = header + sum(len(p) - header for p in prompts)
+        options.append((header, PrefillShape(1, row_size(together), count)))
+    header, shape = min(options, key=lambda option: option[1].cost)
+    for known in sorted(known_shapes, key=lambda s: s.cost):
+        if known.cost <= 1.5 * shape.cost and known.prompts >= len(prompts) and known.tokens >= shape.tokens:
+            if len(_fit(prompts, header, known.tokens)) <= known.rows:
+                shape = known
+                break
+    return _lay_out(prompts, header, shape)
+
+
+def _fit(prompts: Sequence[Sequence[int]], header: int, tokens: int) -> list[list[int]]:
+    """First fit, longest first: indices of prompts for each row. A header takes its room once in each row."""
+    order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n]))
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for n in order:
+        need = len(prompts[n]) - header
+        row = next((r for r, left in enumerate(room) if left >= need), None)
+        if row is None:
+            bins.append([])
+            room.append(tokens - header)
+            row = len(bins) - 1
+        bins[row].append(n)
+        room[row] -= need
+    return bins
+
+
+def _lay_out(prompts: Sequence[Sequence[int]], header: int, shape: PrefillShape) -> Packed:
+    R, T = shape.rows, shape.tokens
+    tokens, positions = np.zeros((R, T), np.int32), np.zeros((R, T), np.int32)
+    until = np.broadcast_to(np.arange(1, T + 1, dtype=np.int32), (R, T)).copy()
+    source: list[np.ndarray] = [np.zeros(0, np.int32)] * len(prompts)
+    for row, members in enumerate(_fit(prompts, header, T)):
+        at = header
+        for n in members:
+            end = at + len(prompts[n]) - header
+            tokens[row, at:end] = prompts[n][header:]
+            positions[row, at:end] = np.arange(header, len(prompts[n]))
+            until[row, at:end] = end
+            shared = np.arange(row * T, row * T + header, dtype=np.int32)
+            source[n] = np.concatenate([shared, np.arange(row * T + at, row * T + end, dtype=np.int32)])
+            at = end
+        tokens[row, :header] = prompts[members[0]][:header]
+        positions[row, :header] = np.arange(header)
+        until[row, :header] = at
+    return Packed(shape, tokens, positions, until, tuple(source))
+
+
+def batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Cuts prompts, in order, into batches of at most `budget` tokens; a longer prompt is alone (and goes in chunks)."""
+    out: list[list[int]] = []
+    used = 0
+    for n, length in enumerate(lengths):
+        if not out or used + length > budget:
+            out.append([])
+            used = 0
+        out[-1].append(n)
+        used += length
+    return out

@@ -1,0 +1,259 @@
+"""The compiled programs: prefill (packed, or a chunk at a time), multi-iteration decode, prompt log-probs.
+
+Each is compiled ahead of time for the shapes it is called with, once; the cache is donated. Shape letters: B rows,
+R x T packed rows, N new prompts, D hidden, V vocab, K iterations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from locojax.models import attention, decoder
+from locojax.models.lora import Adapters
+from locojax.models.spec import ModelSpec
+from locojax.rollout.layouts import Cache, Destination, Layout, Tables
+from locojax.rollout.sampling import SamplerRows, sample
+from locojax.types import LogprobsOf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeRows:
+    """The running samples, each at its row; rows without one have `alive` False.
+
+    Attributes:
+      token i32[B]: the last one sampled, not yet stored. own i32[B]: tokens stored in the row.
+      fresh bool[B]: has no token since its prompt was stored; its first comes from the prompt's last hidden state.
+      remaining i32[B]: tokens it may still have. stop_ids i32[B, S]: padded with -1.
+      adapter i32[B]. sampler, tables: see there.
+    """
+
+    token: Any
+    own: Any
+    alive: Any
+    fresh: Any
+    remaining: Any
+    stop_ids: Any
+    adapter: Any
+    sampler: SamplerRows
+    tables: Tables
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramSpec:
+    """What all programs of an engine have in common."""
+
+    model: ModelSpec
+    layout: Layout
+    dtype: Any
+    logprobs_of: LogprobsOf
+    max_iterations: int
+
+
+def pick_adapters(adapters: Adapters | None, index: Array) -> Adapters | None:
+    """Adapters for rows with these indices; 0 is none. Stacked: row 0 of the stack has scale 0. Single: scale per row."""
+    if adapters is None:
+        return None
+    if adapters.scale.ndim:
+        return dataclasses.replace(adapters, index=index)
+    return dataclasses.replace(adapters, scale=jnp.where(index > 0, adapters.scale, 0.0))
+
+
+def decode(
+    spec: ProgramSpec,
+    weights: decoder.Params,
+    adapters: Adapters | None,
+    cache: Cache,
+    rows: DecodeRows,
+    num_iterations: Array,
+    return_at: Array,
+) -> tuple[Cache, Array, Array, Array, Array]:
+    """First tokens of fresh rows, then iterations of: forward, sample, append, check stops.
+
+    Stops after `num_iterations` i32[], or once no more than `return_at` i32[] rows are alive.
+
+    Returns: cache; tokens i32[K+1, B] and log-probs f32[K+1, B], of which item 0 is the fresh rows'; how many tokens
+      each row gained, i32[B].
+    """
+    mine = pick_adapters(adapters, rows.adapter)
+    B = rows.token.shape[0]
+
+    def draw(hidden: Array, count: Array) -> tuple[Array, Array]:
+        logits = decoder.logits(weights, hidden[:, None], mine)[:, 0]
+        return sample(logits, dataclasses.replace(rows.sampler, position=rows.sampler.position + count), spec.logprobs_of)
+
+    def still_alive(alive: Array, token: Array, count: Array) -> Array:
+        stopped = jnp.any(token[:, None] == rows.stop_ids, axis=-1)
+        return alive & ~stopped & (count < rows.remaining)
+
+    def first() -> tuple[Array, Array]:
+        return draw(cache["last"][rows.tables.entry], jnp.zeros(B, jnp.int32))
+
+    fresh = rows.fresh & rows.alive
+    token, logprob = jax.lax.cond(jnp.any(fresh), first, lambda: (rows.token, jnp.zeros(B, jnp.float32)))
+    token = jnp.where(fresh, token, rows.token)
+    count = fresh.astype(jnp.int32)
+    alive = jnp.where(fresh, still_alive(rows.alive, token, count), rows.alive)
+    tokens = jnp.zeros((spec.max_iterations + 1, B), jnp.int32).at[0].set(token)
+    logprobs = jnp.zeros((spec.max_iterations + 1, B), jnp.float32).at[0].set(logprob)
+
+    def proceed(carry: tuple[Any, ...]) -> Array:
+        i, alive = carry[0], carry[4]
+        return (i < num_iterations) & (jnp.sum(alive.astype(jnp.int32)) > return_at)
+
+    def iterate(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, layers, token, own, alive, count, tokens, logprobs = carry
+
+        def attend_with(layer: Any) -> decoder.Attend:
+            def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+                out, kept = spec.layout.decode(layer, rows.tables, own, q[:, 0], k[:, 0], v[:, 0])
+                return out[:, None], kept
+
+            return attend
+
+        positions = (rows.tables.prompt_len + own)[:, None]
+        hidden, layers = decoder.run_layers_unrolled(
+            weights, spec.model, token[:, None], positions, [attend_with(layer) for layer in layers],
+            adapters=mine, dtype=spec.dtype,
+        )  # fmt: skip
+        drawn, logprob = draw(hidden[:, 0], count)
+        token = jnp.where(alive, drawn, token)
+        step = alive.astype(jnp.int32)
+        count, own = count + step, own + step
+        alive = still_alive(alive, token, count)
+        return i + 1, layers, token, own, alive, count, tokens.at[i + 1].set(token), logprobs.at[i + 1].set(logprob)
+
+    start = (jnp.int32(0), cache["layers"], token, rows.own, alive, count, tokens, logprobs)
+    ran, layers, _, _, _, count, tokens, logprobs = jax.lax.while_loop(proceed, iterate, start)
+    return {**cache, "layers": layers}, tokens, logprobs, count, ran
+
+
+def prefill(
+    spec: ProgramSpec,
+    weights: decoder.Params,
+    adapters: Adapters | None,
+    cache: Cache,
+    packed: tuple[Array, Array, Array],
+    source: Array,
+    last: Array,
+    to: Destination,
+    adapter: Array,
+) -> tuple[Cache, Array]:
+    """Computes packed prompts and stores each. packed: tokens, positions, until, i32[R, T] each.
+
+    source i32[N, P] and last i32[N] point into the flattened rows; adapter i32[R].
+    Returns the cache and the hidden states [R*T, D].
+    """
+    tokens, positions, until = packed
+
+    def attend_with(layer: Any) -> decoder.Attend:
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            flat_k, flat_v = (x.reshape(-1, *x.shape[2:])[source] for x in (k, v))
+            return attention.packed(q, k, v, until), spec.layout.store(layer, to, flat_k, flat_v)
+
+        return attend
+
+    hidden, layers = decoder.run_layers_unrolled(
+        weights, spec.model, tokens, positions, [attend_with(layer) for layer in cache["layers"]],
+        adapters=pick_adapters(adapters, adapter), dtype=spec.dtype,
+    )  # fmt: skip
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    kept = cache["last"].at[to.entry].set(hidden[last].astype(cache["last"].dtype), mode="drop")
+    return {"layers": layers, "last": kept}, hidden
+
+
+def prefill_chunk(
+    spec: ProgramSpec,
+    weights: decoder.Params,
+    adapters: Adapters | None,
+    cache: Cache,
+    tokens: Array,
+    start: Array,
+    num_valid: Array,
+    to: Destination,
+    adapter: Array,
+) -> tuple[Cache, Array]:
+    """The next chunk of one long prompt: tokens i32[1, T] at positions start.., of which `num_valid` i32[] count.
+
+    Attends to the `start` i32[] tokens stored before. Returns the cache and the chunk's hidden states [T, D].
+    """
+    T = tokens.shape[1]
+
+    def attend_with(layer: Any) -> decoder.Attend:
+        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            context_k, context_v = spec.layout.stored(layer, to)
+            out = attention.chunk_with_context(q, k, v, context_k, context_v, start[None])
+            return out, spec.layout.store(layer, to, k, v, start)
+
+        return attend
+
+    positions = start + jnp.arange(T, dtype=jnp.int32)[None]
+    hidden, layers = decoder.run_layers_unrolled(
+        weights, spec.model, tokens, positions, [attend_with(layer) for layer in cache["layers"]],
+        adapters=pick_adapters(adapters, adapter), dtype=spec.dtype,
+    )  # fmt: skip
+    last = jax.lax.dynamic_index_in_dim(hidden[0], num_valid - 1, keepdims=True)
+    kept = cache["last"].at[to.entry].set(last.astype(cache["last"].dtype), mode="drop")
+    return {"layers": layers, "last": kept}, hidden[0]
+
+
+def score(
+    spec: ProgramSpec,
+    weights: decoder.Params,
+    adapters: Adapters | None,
+    hidden: Array,
+    targets: Array,
+    adapter: Array,
+    num_top: int,
+) -> tuple[Array, Array, Array]:
+    """Raw log-probs of the tokens that hidden states [T, D] predict: of `targets` i32[T], and of the `num_top` likeliest.
+
+    T is a tile, so that the logits stay [tile, V]. adapter i32[1]. Returns f32[T], ids i32[T, num_top], f32[T, num_top].
+    """
+    logits = decoder.logits(weights, hidden[None], pick_adapters(adapters, adapter))[0]
+    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1) - normalizer
+    top, ids = jax.lax.top_k(logits, num_top)
+    return of_target[:, 0], ids, top - normalizer
+
+
+class Compiler:
+    """Compiles each program once for each key, and counts."""
+
+    def __init__(self, spec: ProgramSpec):
+        self._spec = spec
+        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self.num_compilations = 0
+
+    def keys(self, name: str) -> list[Any]:
+        """The keys under which program `name` has been compiled."""
+        return [key for program, key in self._programs if program == name]
+
+    def clear(self) -> None:
+        """Forgets all programs: the weights' or adapters' shapes changed."""
+        self._programs.clear()
+
+    def call(self, program: Callable[..., Any], key: Any, *args: Any, static: Mapping[str, Any] | None = None) -> Any:
+        """program(spec, *args, **static), compiled for `key`, which must determine the shapes of args.
+
+        `cache`, where a program has one, is donated.
+        """
+        full_key = (program.__name__, key)
+        compiled = self._programs.get(full_key)
+        if compiled is None:
+            # A closure, so that the spec and the static arguments need not be hashed on every call.
+            def bound(*args: Any) -> Any:
+                return program(self._spec, *args, **(static or {}))
+
+            bound.__name__ = program.__name__
+            donated = (2,) if program in (decode, prefill, prefill_chunk) else ()
+            compiled = jax.jit(bound, donate_argnums=donated).lower(*args).compile()
+            self._programs[full_key] = compiled
+            self.num_compilations += 1
+        return compiled(*args)

@@ -1,0 +1,83 @@
+"""How an engine runs, and the memory and layout that follow from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from locojax.errors import ConfigError
+from locojax.models.spec import ModelSpec
+from locojax.rollout.layouts import Contiguous, Layout, Paged
+from locojax.rollout.pages import ContiguousMemory, KvMemory, PagedMemory
+from locojax.types import LogprobsOf
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSettings:
+    """How an engine runs. Results don't depend on any of it but `logprobs_of`, `dtype` and `seed`.
+
+    Attributes:
+      max_slots: samples that run at once.
+      max_prefill_tokens: prompt tokens computed in one go; longer prompts are computed in chunks of it.
+      max_iterations: decode iterations in one program run, 8 at most while a sample has stop strings or is streamed.
+      kv_bytes: memory for keys and values, in bytes.
+      layout: "contiguous" where gathers are slow (CPU), "paged" for a paged attention kernel.
+      page_size: tokens of a page, paged only; a power of two.
+      max_context: the model's own, or a lower limit on prompt and completion together.
+      logprobs_of: which distribution returned log-probs are of; see `types.LogprobsOf`.
+      dtype: of weights' products and of the stored keys and values. Logits are fp32 always.
+      seed: what requests without a seed of their own derive theirs from.
+    """
+
+    max_slots: int = 128
+    max_prefill_tokens: int = 1024
+    max_iterations: int = 32
+    kv_bytes: int = 4 << 30
+    layout: Literal["contiguous", "paged"] = "contiguous"
+    page_size: int = 16
+    max_context: int | None = None
+    logprobs_of: LogprobsOf = "raw"
+    dtype: Any = jnp.float32
+    prefix_cache: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_slots", "max_prefill_tokens", "max_iterations", "kv_bytes", "page_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"The engine's {name} is out of range", got=getattr(self, name), expected="1 or more")
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError("The engine's page_size must be a power of two", got=self.page_size)
+
+
+def row_sizes(max_slots: int) -> tuple[int, ...]:
+    """Numbers of rows that decode programs are compiled for: quarters of the most, and 1.
+
+    Halves would waste less in a ragged tail and compile twice the programs.
+    """
+    sizes = [max_slots]
+    while sizes[-1] >= 16:
+        sizes.append(-(-sizes[-1] // 4))
+    return tuple(sorted({1, *sizes}))
+
+
+def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemory, Layout]:
+    """The books and the device side of the KV memory that `settings` asks for.
+
+    Raises:
+      ConfigError: kv_bytes don't hold a single token.
+    """
+    bytes_per_token = 2 * spec.num_layers * spec.kv_size * jnp.dtype(settings.dtype).itemsize
+    max_tokens = settings.kv_bytes // bytes_per_token
+    sizes, max_entries = row_sizes(settings.max_slots), 2 * settings.max_slots
+    if settings.layout == "paged":
+        num_pages = max_tokens // settings.page_size
+        paged = PagedMemory(num_pages, settings.page_size, sizes, max_entries)
+        if num_pages:
+            return paged, Paged(num_pages, settings.page_size)
+    elif max_tokens:
+        return ContiguousMemory(max_tokens, sizes, max_entries), Contiguous()
+    raise ConfigError(
+        "The engine's kv_bytes are too few", got=settings.kv_bytes, expected=f"many times {bytes_per_token} (one token)"
+    )
