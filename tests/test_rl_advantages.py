@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from locojax.errors import ConfigError
 from locojax.rl.advantages import AdvantageKind, advantages, check_advantage_kind
 
-KINDS: list[AdvantageKind] = ["centred", "standardised", "rloo"]
+KINDS: list[AdvantageKind] = ["mean", "std", "rloo"]
 REWARDS = st.lists(
     st.one_of(st.none(), st.just(math.nan), st.floats(-10, 10), st.sampled_from([0.0, 0.1, 1.0])),
     min_size=1,
@@ -31,8 +31,8 @@ def test_c01_an_all_equal_group_has_zero_variance(kind: AdvantageKind, reward: f
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("centred", [0.75, -0.25, -0.25, -0.25]),
-        ("standardised", [1.7320, -0.5773, -0.5773, -0.5773]),
+        ("mean", [0.75, -0.25, -0.25, -0.25]),
+        ("std", [1.7320, -0.5773, -0.5773, -0.5773]),
         ("rloo", [1.0, -1 / 3, -1 / 3, -1 / 3]),
     ],
 )
@@ -48,10 +48,10 @@ def test_c03_a_group_of_one_gets_zero(kind: AdvantageKind) -> None:
 
 
 def test_c03_a_group_size_without_any_advantage_is_refused_by_name() -> None:
-    check_advantage_kind("centred", 1)
-    check_advantage_kind("standardised", 2)
+    check_advantage_kind("mean", 1)
+    check_advantage_kind("std", 2)
     with pytest.raises(ConfigError) as caught:
-        check_advantage_kind("standardised", 1)
+        check_advantage_kind("std", 1)
     assert str(caught.value) == (
         "Advantages of kind 'standardised' need a standard deviation, which a group of one has not. Got: group size 1. "
         "Expected: group size 2 or more. Raise the group size, to 8 for instance."
@@ -59,7 +59,7 @@ def test_c03_a_group_size_without_any_advantage_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="need the other samples' mean"):
         check_advantage_kind("rloo", 1)
     with pytest.raises(ConfigError, match="at least one sample. Got: group size 0"):
-        check_advantage_kind("centred", 0)
+        check_advantage_kind("mean", 0)
 
 
 @pytest.mark.parametrize("missing", [None, math.nan, math.inf])
@@ -71,7 +71,7 @@ def test_c04_an_unscorable_reward_is_left_out(missing: float | None) -> None:
 
 
 def test_c05_an_unscorable_group_has_no_signal() -> None:
-    result = advantages([math.nan, math.nan], "standardised")
+    result = advantages([math.nan, math.nan], "std")
     assert result.values.tolist() == [0.0, 0.0] and not result.has_signal and not result.zero_variance
     assert math.isnan(result.mean_reward)
 
@@ -90,7 +90,7 @@ def test_any_group_is_finite_centred_and_bounded(rewards: list[float | None], ki
     assert (result.values[~result.scorable] == 0).all()
     assert abs(float(np.sum(result.values, dtype=np.float64))) < 1e-4
     num = int(result.scorable.sum())
-    bound = math.sqrt(max(num - 1, 1)) if kind == "standardised" else 20.0 * 16 / 15 + 20.0
+    bound = math.sqrt(max(num - 1, 1)) if kind == "std" else 20.0 * 16 / 15 + 20.0
     assert np.max(np.abs(result.values)) <= bound + 1e-4
 
 

@@ -96,6 +96,7 @@ def test_empty_absent_and_unknown_sources_are_refused(tmp_path: Path) -> None:
             load_prompts(source, TEMPLATE)
 
 
+@pytest.mark.extended
 def test_parquet_rows_become_prompts(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -15,7 +15,7 @@ from locojax.rl.rewards import GradeInput
 from locojax.types import Prompt, Reward
 
 REWARDS = '''
-import os, re, time
+import os, re, subprocess, time
 
 def obedient(prompt_text, completion_text, answer, meta):
     """Does what the completion says."""
@@ -31,7 +31,11 @@ def obedient(prompt_text, completion_text, answer, meta):
         case ["text"]: return "1.0"
         case ["true"]: return True
         case ["pid"]: return float(os.getpid())
-        case ["print"]: print("chatter"); return 0.5
+        case ["print"]: print("chatter", flush=True); return 0.5
+        case ["child"]:
+            child = subprocess.Popen(["sleep", "1000"])
+            with open(meta["file"], "w") as file: file.write(str(child.pid))
+            child.wait()
         case ["meta"]: return float(meta["level"] + (meta["stop_reason"] == "length") + (meta["prompt_id"] == "p"))
 
 def too_few(prompt_text, completion_text):
@@ -82,7 +86,7 @@ def test_a_hanging_grade_is_killed_and_the_others_are_graded(reward_file: str, h
     assert graded[2] == Reward(None, error="the grade ran past its deadline of 0.5 s and was killed")
     assert (graded[0].value, graded[3].value) == (1.0, 2.0)
     assert graded[1].value != graded[4].value  # another process took over
-    assert graded[1].value is not None and not Path(f"/proc/{int(graded[1].value)}").exists()
+    assert graded[1].value is not None and not _is_running(int(graded[1].value))
 
 
 def test_a_grade_that_ends_the_process_is_unscorable(reward_file: str) -> None:
@@ -191,28 +195,60 @@ def test_closing_ends_the_processes_and_the_waiting_futures(reward_file: str) ->
             future.result(timeout=5)
     with pytest.raises(GradingError, match="closed"):
         grader.submit(_inputs("score 1"))
-    assert pid.value is not None and not Path(f"/proc/{int(pid.value)}").exists()
+    assert pid.value is not None and not _is_running(int(pid.value))
 
 
-def test_a_killed_parent_takes_its_grading_process_along(reward_file: str) -> None:
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _ends_within(seconds: float, pid: int) -> bool:
+    end = time.monotonic() + seconds
+    while _is_running(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not _is_running(pid)
+
+
+@pytest.mark.parametrize(("how", "deadline_seconds"), [("hang", 100), ("regex", 0.6)])
+def test_a_killed_parent_takes_its_grading_process_along(reward_file: str, how: str, deadline_seconds: float) -> None:
+    # "regex" holds the interpreter's lock, so no thread of the process can end it: the kernel's timer must.
     program = f"""
-import os
+import os, time
 from locojax.rl.grading import Grader
 from locojax.rl.rewards import GradeInput
 from locojax.types import Prompt
-grader = Grader({reward_file + ":obedient"!r}, deadline_seconds=100)
+grader = Grader({reward_file + ":obedient"!r}, deadline_seconds={deadline_seconds})
 [pid] = grader.grade([GradeInput(Prompt("p", ""), "pid")])
-grader.submit([GradeInput(Prompt("p", ""), "hang")])
+grader.submit([GradeInput(Prompt("p", ""), {how!r})])
+time.sleep(0.3)
 print(int(pid.value), flush=True)
 os.kill(os.getpid(), 9)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    pid = int(done.stdout)
-    for _ in range(50):
-        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"grading process {pid} outlived its parent by 5 s")
+    assert _ends_within(20, int(done.stdout))
+
+
+def test_killing_a_grade_kills_what_it_started(reward_file: str, tmp_path: Path) -> None:
+    prompt = Prompt("p", "do:", meta={"file": str(tmp_path / "pid")})
+    with Grader(f"{reward_file}:obedient", deadline_seconds=1.0, max_unscorable_rate=1.0) as grader:
+        [reward] = grader.grade([GradeInput(prompt, "child")])
+    assert reward.value is None
+    assert _ends_within(5, int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_reward_prints_stays_out_of_standard_output(reward_file: str) -> None:
+    program = f"""
+from locojax.rl.grading import Grader
+from locojax.rl.rewards import GradeInput
+from locojax.types import Prompt
+with Grader({reward_file + ":obedient"!r}) as grader:
+    print(grader.grade([GradeInput(Prompt("p", ""), "print")])[0].value)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0.5\n" and done.stderr == "chatter\n"
 
 
 def test_overhead_of_a_trivial_reward_is_small(reward_file: str) -> None:

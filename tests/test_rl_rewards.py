@@ -28,7 +28,7 @@ C32 = [
     ("42", r"\boxed{42", 0),
     ("42", "", 0),
     ("2", r"<think>so \boxed{2}", 0),
-    ("3", r"\boxed{n=3k}", 0),
+    pytest.param("3", r"\boxed{n=3k}", 0, marks=pytest.mark.extended),
 ]
 MORE = [
     ("5", r"First \boxed{4}, no: \boxed{5}", 1),
@@ -49,6 +49,12 @@ MORE = [
     (r"\{1,2\}", r"\boxed{\{1, 2, 3\}}", 0),
     ("(1,2)", r"\boxed{1}", 0),
     ("5", "$5$", 1),
+    (r"so $x=\boxed{3}$", "3", 1),  # a whole solution as the expected answer
+    ("90", r"\boxed{90^\circ}", 1),
+    ("9", r"so $x = \boxed 9$.", 1),
+    ("12", r"\boxed{12 \text{ cm}^2}", 1),
+]
+SYMBOLIC = [  # by math-verify
     ("5", r"so \boxed{5\%}", 1),  # like math-verify, a percentage matches its number
     ("2\\sqrt{3}", r"\boxed{\sqrt{12}}", 1),
     ("x^2+1", r"\boxed{1+x^2}", 1),
@@ -56,10 +62,6 @@ MORE = [
     (r"\frac{\pi}{2}", r"The value is $\pi/2$.", 1),
     (r"\text{Monday}", r"\boxed{Monday}", 1),
     ("11/4", r"\boxed{2\frac{3}{4}}", 1),
-    (r"so $x=\boxed{3}$", "3", 1),  # a whole solution as the expected answer
-    ("90", r"\boxed{90^\circ}", 1),
-    ("9", r"so $x = \boxed 9$.", 1),
-    ("12", r"\boxed{12 \text{ cm}^2}", 1),
 ]
 
 
@@ -70,6 +72,12 @@ def test_c32(gold: str, completion: str, expected: int) -> None:
 
 @pytest.mark.parametrize(("gold", "completion", "expected"), MORE)
 def test_math_beyond_c32(gold: str, completion: str, expected: int) -> None:
+    assert math_equal("", completion, gold, {}) == expected
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("gold", "completion", "expected"), SYMBOLIC)
+def test_math_compares_expressions(gold: str, completion: str, expected: int) -> None:
     assert math_equal("", completion, gold, {}) == expected
 
 
@@ -180,6 +188,7 @@ def test_reward_values() -> None:
             as_reward_value(bad)
 
 
+@pytest.mark.extended
 def test_the_math_reward_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -189,3 +198,13 @@ def test_the_math_reward_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(GradingError, match=r"math-verify, which is not installed. pip install 'locojax\[math\]'"):
         load_reward("math")
+
+
+def test_the_extraction_by_itself() -> None:
+    assert answers.last_box(r"\boxed{a \boxed{6} b}") == "6"
+    assert answers.last_box(r"\boxed{\frac{1}{2}} and \boxed{3") == r"\frac{1}{2}"
+    assert answers.last_box(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert answers.last_box("none") is None and answers.has_box(r"\boxed{3")
+    assert answers.scalar("1{,}234") == 1234 and answers.scalar("1,23") is None and answers.scalar("1/0") is None
+    assert answers.exactly_equal("(1,2)", "1") is False and answers.exactly_equal("x", "1") is None
+    assert answers.answer_phrase("The answer is 3. No, the answer is 4.") == "4"

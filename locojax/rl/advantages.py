@@ -11,10 +11,10 @@ import numpy as np
 
 from locojax.errors import ConfigError
 
-AdvantageKind = Literal["centred", "standardised", "rloo"]
-"""`centred`: reward - mean (Dr. GRPO, arXiv 2503.20783, section 3.2; the default).
-`standardised`: that over (population std + 1e-6) (GRPO, arXiv 2402.03300, section 4.1.2).
-`rloo`: reward - mean of the *other* rewards (arXiv 2402.14740, section 3.2) = G/(G-1) x `centred`."""
+AdvantageKind = Literal["mean", "std", "rloo"]
+"""`mean`: reward - mean (Dr. GRPO, arXiv 2503.20783, section 3.2; the default).
+`std`: that over (population std + 1e-6) (GRPO, arXiv 2402.03300, section 4.1.2).
+`rloo`: reward - mean of the *other* rewards (arXiv 2402.14740, section 3.2) = G/(G-1) x `mean`."""
 
 STD_EPSILON = 1e-6
 
@@ -54,8 +54,8 @@ def check_advantage_kind(kind: str, group_size: int) -> None:
         raise ConfigError(f"Unknown kind of advantage '{kind}'", expected=", ".join(get_args(AdvantageKind)))
     if group_size < 1:
         raise ConfigError("A group must hold at least one sample", got=f"group size {group_size}")
-    if group_size == 1 and kind != "centred":
-        needs = "a standard deviation" if kind == "standardised" else "the other samples' mean"
+    if group_size == 1 and kind != "mean":
+        needs = "a standard deviation" if kind == "std" else "the other samples' mean"
         raise ConfigError(
             f"Advantages of kind '{kind}' need {needs}, which a group of one has not",
             got="group size 1",
@@ -64,7 +64,7 @@ def check_advantage_kind(kind: str, group_size: int) -> None:
         )
 
 
-def advantages(rewards: Sequence[float | None], kind: AdvantageKind = "centred") -> AdvantageResult:
+def advantages(rewards: Sequence[float | None], kind: AdvantageKind = "mean") -> AdvantageResult:
     """Advantages of one group's rewards, in sample order. None and non-finite rewards are unscorable.
 
     Unscorable samples are left out of baseline and deviation and get 0. A group with one scorable sample, or with
@@ -81,7 +81,7 @@ def advantages(rewards: Sequence[float | None], kind: AdvantageKind = "centred")
     zero_variance = bool(np.all(scored == scored[0]))
     if not zero_variance:
         centred = scored - mean_reward
-        if kind == "standardised":
+        if kind == "std":
             centred = centred / (np.std(scored) + STD_EPSILON)
         elif kind == "rloo":
             centred = centred * (scored.size / (scored.size - 1))

@@ -20,7 +20,7 @@ _DECIMAL = re.compile(rf"([+-]?)({_UNSIGNED}|\d+\.)(?:[eE]([+-]?\d{{1,{MAX_EXPON
 _LATEX_FRACTION = re.compile(r"([+-]?)\\frac(?:\{([^{}]+)\}|(\d))(?:\{([^{}]+)\}|(\d))")
 _TRAILING_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf)\{[^{}]*\}(?:\^\{?\d\}?)?$")
 _TRAILING_UNIT = re.compile(r"(?<=\d) +[A-Za-z]{2}[A-Za-z ]*$")
-_PHRASE = re.compile(r"\banswer(?: is|:| =)[ :]*([^\n]*)", re.IGNORECASE)
+_PHRASE = re.compile(r"\banswer(?: is|:| =)[ :]*", re.IGNORECASE)
 _BRACES = re.compile(r"(\\(?:boxed|fbox)\s*\{)|\\(?:boxed|fbox)\s+(-?[A-Za-z0-9.]*[A-Za-z0-9])|\\.|[{}]", re.DOTALL)
 
 
@@ -36,7 +36,7 @@ def after_thinking(prompt_text: str, completion_text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Content of the last `\boxed{...}` that is closed, braces balanced (escaped ones don't count), or of `\boxed 9`."""
+    r"""Content of the last `\boxed{...}` that is closed, braces balanced (escaped ones aside), or of `\boxed 9`."""
     open_boxes: list[int | None] = []  # per open brace: where the content starts if it opens a box, else None
     start, end = -1, -1
     for match in _BRACES.finditer(text):
@@ -68,10 +68,10 @@ def last_number_text(text: str) -> str | None:
 
 def answer_phrase(text: str) -> str | None:
     """What follows the last "answer is", "answer:" on its line, without the full stop that ends the sentence."""
-    found = None
+    end = -1
     for match in _PHRASE.finditer(text):
-        found = match.group(1)
-    return found.strip().rstrip(".") if found else None
+        end = match.end()
+    return (text[end:].partition("\n")[0].strip().rstrip(".") or None) if end >= 0 else None
 
 
 def clean(text: str) -> str:
