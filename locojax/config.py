@@ -175,6 +175,7 @@ class RunConfig:
         "Refuse to train if sampler and trainer log-probs differ by more at the first step: mean, in nats.",
         above=0,
     )
+    max_idle_steps: int = setting(20, "Steps in a row that teach nothing before the run ends.", low=1)
     deadline_seconds: float = setting(600.0, "Longest wait for another host or a worker.", above=0)
     cache_dir: str | None = setting(None, "Compiled programs and converted models. none: the user's cache folder.")
 
