@@ -53,7 +53,7 @@ def test_c03_a_group_size_without_any_advantage_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         check_advantage_kind("std", 1)
     assert str(caught.value) == (
-        "Advantages of kind 'standardised' need a standard deviation, which a group of one has not. Got: group size 1. "
+        "Advantages of kind 'std' need a standard deviation, which a group of one has not. Got: group size 1. "
         "Expected: group size 2 or more. Raise the group size, to 8 for instance."
     )
     with pytest.raises(ConfigError, match="need the other samples' mean"):
@@ -78,7 +78,7 @@ def test_c05_an_unscorable_group_has_no_signal() -> None:
 
 def test_c06_leave_one_out_with_normalisation_does_not_exist() -> None:
     for kind in ("rloo_std", "rloo+std"):
-        with pytest.raises(ConfigError, match="Unknown kind of advantage .* Expected: centred, standardised, rloo"):
+        with pytest.raises(ConfigError, match="Unknown kind of advantage .* Expected: mean, std, rloo"):
             advantages([1, 0, 0, 0], kind)  # type: ignore[arg-type]
     assert np.max(np.abs(advantages([1, 0, 0, 0], "rloo").values)) <= 10
 

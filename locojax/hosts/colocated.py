@@ -159,7 +159,13 @@ class Loop:
             self._log.samples(step_index, generated.groups, [result.values.tolist() for result in lesson.advantages])
         before = self.position.held_out_first if step_index == 0 else None
         metrics = learning.step_metrics(
-            self._timer.last(), generated, lesson, trained, held_out_before=before, held_out=accuracy
+            self._timer.last(),
+            generated.groups,
+            lesson,
+            trained,
+            tokens_per_second=generated.tokens_per_second,
+            held_out_before=before,
+            held_out=accuracy,
         )
         self._log.step(metrics)
         self._progress.step(metrics, alarms(self._log.history))

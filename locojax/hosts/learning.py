@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from locojax.config import Config
-from locojax.hosts.generation import Generated
 from locojax.hosts.metrics import StepMetrics
 from locojax.hosts.mismatch import Mismatch, mismatch
 from locojax.hosts.phases import StepAccount
@@ -137,17 +136,18 @@ class Trained:
 
 def step_metrics(
     account: StepAccount,
-    generated: Generated,
+    groups: Sequence[Group],
     learned: Lesson,
     trained: Trained,
     *,
+    tokens_per_second: float,
     held_out_before: float | None,
     held_out: float | None,
 ) -> StepMetrics:
     """The step's record. Shares of nothing are 0, a mean of nothing is NaN."""
     stats, gap, update = learned.stats, trained.gap, trained.update
-    rewards = [r.reward.value for group in generated.groups for r in group.rollouts if r.reward.value is not None]
-    samples, groups = max(stats.num_samples, 1), max(stats.num_groups, 1)
+    rewards = [r.reward.value for group in groups for r in group.rollouts if r.reward.value is not None]
+    samples, num_groups = max(stats.num_samples, 1), max(stats.num_groups, 1)
     num_tokens, row_tokens = trained.total("num_tokens"), trained.total("num_row_tokens")
     extra = {name: trained.total(name) for name in EXTRA_SUMS if trained.sums and f"{name}:sum" in trained.sums[0]}
     if num_tokens and "entropy" in extra:
@@ -161,9 +161,9 @@ def step_metrics(
         num_completions=stats.num_samples,
         completion_tokens_mean=stats.num_completion_tokens / samples,
         truncated_share=stats.num_truncated / samples,
-        zero_variance_share=stats.num_zero_variance_groups / groups,
+        zero_variance_share=stats.num_zero_variance_groups / num_groups,
         unscorable_share=stats.num_unscorable / samples,
-        generated_tokens_per_second=generated.tokens_per_second,
+        generated_tokens_per_second=tokens_per_second,
         trained_tokens=int(num_tokens),
         padding_share=1 - trained.total("num_computed_tokens") / row_tokens if row_tokens else 0.0,
         gap_mean=gap.mean,
