@@ -24,7 +24,7 @@ from rich.text import Text
 
 import locojax
 from locojax import settings
-from locojax.config import Config, cache_folder, load
+from locojax.config import Config, cache_folder, load, run_folder
 from locojax.errors import ConfigError, LocoError
 
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     try:
         options = _parse(arguments)
-        return options.command(options, arguments)
+        return options.command(options)
     except LocoError as error:
         if debug:
             errors.print_exception()
@@ -126,7 +126,7 @@ def _default(leaf: settings.Leaf) -> str:
     return "none" if leaf.default is None else str(leaf.default).lower() if leaf.type is bool else str(leaf.default)
 
 
-def _train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _train(options: argparse.Namespace) -> int:
     files = [text for text in options.words if "=" not in text]
     if len(files) > 1:
         problem = f"{files[1]!r} is neither a setting nor the configuration file, which is {files[0]!r}"
@@ -134,17 +134,15 @@ def _train(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     config = load(pathlib.Path(files[0]) if files else None, [text for text in options.words if "=" in text])
     if options.dry_run:
         return _dry_run(config)
-    with _resume_hint(arguments):
-        return _run(config, resume=options.resume)
+    return _run(config, resume=options.resume)
 
 
-def _demo(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+def _demo(options: argparse.Namespace) -> int:
     with importlib.resources.as_file(importlib.resources.files("locojax") / "demo.toml") as path:
         config = load(path)
     # Every demo is a run of its own: a second one must not stumble over the first one's folder.
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    arguments = [f"run.name=demo-{now}", *options.words]
-    return _run(load(None, arguments, base=config), resume=False)
+    return _run(load(None, [f"run.name=demo-{now}", *options.words], base=config), resume=False)
 
 
 def _dry_run(config: Config) -> int:
@@ -160,7 +158,8 @@ def _dry_run(config: Config) -> int:
 def _run(config: Config, *, resume: bool) -> int:
     from locojax.measure.timeline import Timeline
 
-    result = _prepare(config).run(config, resume=resume, timer=Timeline())
+    with _resume_hint(config):
+        result = _prepare(config).run(config, resume=resume, timer=Timeline())
     print(f"report: {pathlib.Path(result.folder) / 'report.html'}")
     print(result.line())
     return 0
@@ -169,18 +168,21 @@ def _run(config: Config, *, resume: bool) -> int:
 def _prepare(config: Config) -> ModuleType:
     """The loop, with jax set up to keep its compiled programs from run to run."""
     # Set in the environment, before jax is imported, so that grader processes and other hosts' launchers inherit it.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder(config) / "xla"))
+    if config.run.cache_dir is not None or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache_folder(config) / "xla")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
     return importlib.import_module("locojax.hosts.colocated")
 
 
 @contextlib.contextmanager
-def _resume_hint(arguments: Sequence[str]) -> Iterator[None]:
+def _resume_hint(config: Config) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        command = shlex.join(["locojax", *(text for text in arguments if text != "--resume"), "--resume"])
-        Console(stderr=True).print(Text(f"To go on from the last checkpoint: {command}"), soft_wrap=True)
+        kept = run_folder(config) / "config.toml"
+        if kept.exists():  # else it was stopped before there was anything to go on from
+            command = shlex.join(["locojax", "train", str(kept), "--resume"])
+            Console(stderr=True).print(Text(f"To go on from the last checkpoint: {command}"), soft_wrap=True)
         raise
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import types
@@ -35,6 +36,7 @@ def loop(monkeypatch):
     fake.run, fake.describe = run, describe
     monkeypatch.setitem(sys.modules, "locojax.hosts.colocated", fake)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "set by hand, so left alone")
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
     return fake
 
 
@@ -103,12 +105,35 @@ def test_a_failed_run_ends_with_code_1_and_debug_shows_where(loop, capsys):
     assert "Traceback" in printed and "test_cli.py" in printed
 
 
-def test_ctrl_c_says_how_to_go_on(loop, capsys):
+def test_ctrl_c_says_how_to_go_on(loop, capsys, tmp_path):
     loop.fails = KeyboardInterrupt()
-    assert cli.main(["train", "run.name=my run"]) == 130
-    assert capsys.readouterr().err == (
-        "To go on from the last checkpoint: locojax train 'run.name=my run' --resume\nStopped by Ctrl-C.\n"
+    command = ["train", f"run.dir={tmp_path}", "run.name=my run"]
+    assert cli.main(command) == 130
+    assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
+    kept = tmp_path / "my run" / "config.toml"
+    kept.parent.mkdir()
+    kept.write_text(settings.to_toml(load(None, command[1:])))
+    assert cli.main(command) == 130
+    hint, stopped = capsys.readouterr().err.splitlines()
+    assert (hint, stopped) == (
+        f"To go on from the last checkpoint: locojax train '{kept}' --resume",
+        "Stopped by Ctrl-C.",
     )
+    loop.fails = None
+    assert cli.main(["train", str(kept), "--resume"]) == 0
+    assert loop.calls[-1] == (load(None, command[1:]), True)
+
+
+def test_compiled_programs_are_kept_where_the_settings_or_the_user_say(loop, monkeypatch):
+    cli.main(["train"])
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == "set by hand, so left alone"
+    cli.main(["train", "run.cache_dir=here"])
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == os.path.join("here", "xla")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.delenv("LOCOJAX_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "mine")
+    cli.main(["train"])
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == os.path.join("mine", "locojax", "xla")
 
 
 def test_an_error_on_a_terminal_is_one_red_block(loop):
