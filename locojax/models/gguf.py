@@ -157,8 +157,11 @@ def _hf_names(architecture: str, num_layers: int) -> dict[str, str]:
     within_layer += LAYER_NORMS.values()
     names = list(TOP_TENSORS.values())
     names += [f"model.layers.{layer}.{suffix}" for layer in range(num_layers) for suffix in within_layer]
-    translated = {table.get_name(name, try_suffixes=(".weight", ".bias")): name for name in names}
-    translated.pop(None, None)  # what this architecture has no name for, such as q_norm in llama
+    translated = {}
+    for name in names:
+        theirs = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        if theirs is not None:  # an architecture has no name for what it lacks, such as llama for q_norm
+            translated[theirs] = name
     return translated
 
 

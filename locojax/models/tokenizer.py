@@ -160,7 +160,7 @@ class Tokenizer:
 
         try:
             (text,), _ = render_jinja_template(
-                [list(messages)],
+                [[dict(message) for message in messages]],
                 chat_template=self.chat_template,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
