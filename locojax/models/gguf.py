@@ -99,7 +99,7 @@ def read(path: Path) -> GgufModel:
             got=f"general.architecture {architecture!r}",
             expected=", ".join(_ARCHITECTURES),
         )
-    by_name = {tensor.name: tensor for tensor in reader.tensors}
+    by_name: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
     for tensor in reader.tensors:
         if tensor.tensor_type.name not in QUANT_TYPES:
             raise ModelError(
