@@ -26,6 +26,9 @@ from jaxtyping import Bool, Float, Int
 from locojax.errors import RequestError
 from locojax.training.kl import LOG_RATIO_BOUND, kl_estimate
 
+Scalar = float | Array
+"""A setting: a float from outside, an f32[] argument inside a program, so that changing it compiles nothing."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Options:
     With sampler log-probs declared "tempered" it must be the sampling temperature; with "raw" ones, 1 (C21).
     """
 
-    temperature: float = 1.0
+    temperature: Scalar = 1.0
 
 
 @jax.tree_util.register_dataclass
@@ -88,10 +91,10 @@ class PolicyOptions(Options):
       kl, kl_coefficient: add coefficient x weights x the estimate to the loss; `kl` has each one's real gradient.
     """
 
-    tis_cap: float | None = None
-    icepop_low: float | None = None
-    icepop_high: float | None = None
-    kl_coefficient: float = 0.0
+    tis_cap: Scalar | None = None
+    icepop_low: Scalar | None = None
+    icepop_high: Scalar | None = None
+    kl_coefficient: Scalar = 0.0
     kl: Literal["none", "k1", "k2", "k3"] = dataclasses.field(default="none", metadata={"static": True})
 
 
@@ -100,8 +103,8 @@ class PolicyOptions(Options):
 class ClipOptions(PolicyOptions):
     """Absolute bounds on the ratio, of ppo and gspo."""
 
-    clip_low_threshold: float = 0.8
-    clip_high_threshold: float = 1.2
+    clip_low_threshold: Scalar = 0.8
+    clip_high_threshold: Scalar = 1.2
 
 
 @jax.tree_util.register_dataclass
@@ -109,8 +112,8 @@ class ClipOptions(PolicyOptions):
 class CispoOptions(ClipOptions):
     """cispo's bounds: one-sided by default, as Tinker's."""
 
-    clip_low_threshold: float = 0.0
-    clip_high_threshold: float = 4.0
+    clip_low_threshold: Scalar = 0.0
+    clip_high_threshold: Scalar = 4.0
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +121,7 @@ class CispoOptions(ClipOptions):
 class DroOptions(PolicyOptions):
     """beta: strength of the quadratic term (Tinker documents no default; its example has 0.05)."""
 
-    beta: float = 0.05
+    beta: Scalar = 0.05
 
 
 def _bounded(log_ratio: Array) -> Array:

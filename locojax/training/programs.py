@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
@@ -24,6 +25,9 @@ from locojax.training.losses import LOSSES, Options
 
 Tree = Any
 """A pytree of arrays."""
+
+HostOrDevice = Array | np.ndarray
+"""Packed on the host; an array of the device inside a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +55,14 @@ class MicroBatch:
       inputs: the loss's inputs by name, f32[R, T] (f32[R, T, K] for cross_entropy's weights).
     """
 
-    tokens: Int[Array, "R T"]
-    positions: Int[Array, "R T"]
-    until: Int[Array, "R T"]
-    segments: Int[Array, "R T"]
-    targets: Int[Array, "R T K"]
-    scored: Bool[Array, "R T"]
-    reads: Bool[Array, "R T"]
-    inputs: Mapping[str, Array]
+    tokens: Int[HostOrDevice, "R T"]
+    positions: Int[HostOrDevice, "R T"]
+    until: Int[HostOrDevice, "R T"]
+    segments: Int[HostOrDevice, "R T"]
+    targets: Int[HostOrDevice, "R T K"]
+    scored: Bool[HostOrDevice, "R T"]
+    reads: Bool[HostOrDevice, "R T"]
+    inputs: Mapping[str, HostOrDevice]
 
 
 class Outputs(NamedTuple):
@@ -179,12 +183,12 @@ def score(
 class Hyper(NamedTuple):
     """AdamW's settings of one step: f32[] arguments of the program, so that a change compiles nothing."""
 
-    learning_rate: Array
-    beta1: Array
-    beta2: Array
-    eps: Array
-    weight_decay: Array
-    grad_clip_norm: Array
+    learning_rate: Array | np.float32
+    beta1: Array | np.float32
+    beta2: Array | np.float32
+    eps: Array | np.float32
+    weight_decay: Array | np.float32
+    grad_clip_norm: Array | np.float32
 
 
 class Updated(NamedTuple):
@@ -215,7 +219,8 @@ def update(trainable: Tree, optimizer: optax.ScaleByAdamState, accumulators: Tre
     scale = jnp.where(is_over, hyper.grad_clip_norm / grad_norm, 1.0)
     gradient = jax.tree.map(lambda g: g * scale, accumulators)
     adam = optax.scale_by_adam(b1=hyper.beta1, b2=hyper.beta2, eps=hyper.eps)
-    direction, next_optimizer = adam.update(gradient, optimizer)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to its integer count
+        direction, next_optimizer = adam.update(gradient, optimizer)
 
     def step(weight: Array, towards: Array) -> Array:
         return weight - hyper.learning_rate * (towards + hyper.weight_decay * weight)
