@@ -39,15 +39,14 @@ class Totals:
         return Totals(self.num_tokens + other.num_tokens, self.num_completions + other.num_completions)
 
 
-def aggregation_weights(
-    masks: Sequence[np.ndarray], kind: Aggregation, totals: Totals | None = None
-) -> list[np.ndarray]:
+def aggregation_weights(masks: Sequence[np.ndarray], kind: str, totals: Totals | None = None) -> list[np.ndarray]:
     """Per-token weights f32[N], one array per sequence: multiply advantages (or cross-entropy weights) by them.
 
     Masked positions get 0 and are in no denominator (C18); a batch of which nothing is left gives zeros (C15).
 
     Args:
       masks: of each sequence, [N]: nonzero where the token is trained.
+      kind: an Aggregation.
       totals: the denominators of the whole batch, where `masks` are only a part of it.
 
     Raises:

@@ -28,8 +28,8 @@ LOG_RATIO_BOUND = 20.0
 would leave inf * 0 = NaN in the gradient. Beyond the bound the gradient is 0: such a token is broken."""
 
 
-def kl_estimate(logprobs: Any, ref_logprobs: Any, kind: KLEstimator, xp: ModuleType = np) -> Any:
-    """Per-token estimate, shaped like its arguments. `xp` is numpy, or jax.numpy inside a loss.
+def kl_estimate(logprobs: Any, ref_logprobs: Any, kind: str, xp: ModuleType = np) -> Any:
+    """Per-token estimate of a KLEstimator's kind, shaped like its arguments. `xp` is numpy, or jax.numpy inside a loss.
 
     d is clipped to +-LOG_RATIO_BOUND for k3, whose exp would overflow; k1 and k2 are exact.
     Example: kl_estimate(-1, -2, "k1") -> 1, "k2" -> 0.5, "k3" -> 0.3679 (C11)
@@ -51,7 +51,7 @@ def kl_in_reward(
     ref_logprobs: np.ndarray,
     mask: np.ndarray,
     *,
-    kind: KLEstimator,
+    kind: str,
     coefficient: float,
 ) -> np.ndarray:
     """Advantages f32[N] less coefficient x the KL estimate where `mask` is nonzero: a KL term in the reward.

@@ -29,6 +29,9 @@ from locojax.training.kl import LOG_RATIO_BOUND, kl_estimate
 Scalar = float | Array
 """A setting: a float from outside, an f32[] argument inside a program, so that changing it compiles nothing."""
 
+LossConfig = Mapping[str, float | int | str]
+"""A loss's settings as a request has them."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +325,7 @@ def find_loss(name: str) -> Loss:
     return LOSSES[name]
 
 
-def read_options(loss: Loss, config: Mapping[str, float | str] | None) -> Options:
+def read_options(loss: Loss, config: LossConfig | None) -> Options:
     """The loss's settings from a request's mapping.
 
     Raises:
@@ -368,5 +371,5 @@ def needed_inputs(loss: Loss, options: Options) -> dict[str, str]:
 
 
 def _near(name: str, names: Mapping[str, Any]) -> str | None:
-    near = difflib.get_close_matches(name, list(names), n=1)
+    near = [other for other in names if other.startswith(name)] or difflib.get_close_matches(name, list(names), n=1)
     return f"Did you mean {near[0]!r}?" if near else None

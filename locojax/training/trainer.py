@@ -29,7 +29,7 @@ from locojax.models.lora import LoraSpec
 from locojax.models.spec import ModelSpec
 from locojax.training import programs
 from locojax.training.inputs import Checked, check_data
-from locojax.training.losses import Loss, Options, find_loss, read_options
+from locojax.training.losses import Loss, LossConfig, Options, find_loss, read_options
 from locojax.training.packing import PADDING, Packed, pack
 from locojax.training.platform import auto_dtype
 from locojax.training.programs import Hyper, MicroBatch, ProgramSpec, Tree
@@ -137,7 +137,7 @@ class Trainer:
         self,
         data: Sequence[Datum],
         loss: str,
-        loss_config: Mapping[str, float | str] | None = None,
+        loss_config: LossConfig | None = None,
         *,
         score: Score = "all",
     ) -> ForwardBackwardResult:
@@ -161,7 +161,7 @@ class Trainer:
         self,
         data: Sequence[Datum],
         loss: str,
-        loss_config: Mapping[str, float | str] | None = None,
+        loss_config: LossConfig | None = None,
         *,
         score: Score = "all",
     ) -> ForwardBackwardResult:
@@ -227,7 +227,7 @@ class Trainer:
         self,
         data: Sequence[Datum],
         loss_name: str,
-        loss_config: Mapping[str, float | str] | None,
+        loss_config: LossConfig | None,
         score: Score,
         *,
         with_gradient: bool,
