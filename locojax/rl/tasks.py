@@ -43,47 +43,58 @@ class Item:
 class Generated:
     """A generated task: all its items or a seeded draw of them, and how they are shown.
 
-    `template` uses {question}. Its fixed beginning is shared by all prompts, so few tokens there cost little, and the
-    problems in it (`shown`, by key) are neither trained on nor held out.
+    `shots` are (question, answer) turns before the question: the model reads the form of an answer off them. They are
+    the same for every prompt, so that sampler and trainer can share them, and are neither trained on nor held out.
     """
 
     make: Callable[[random.Random], Sequence[Item]]
-    template: Template
-    shown: frozenset[str]
+    shots: tuple[Item, ...]
     num_train: int
     num_held_out: int
 
 
+def _sum(a: int, b: int) -> Item:
+    return Item(f"{a}+{b}=", str(a + b), f"{min(a, b)}+{max(a, b)}")
+
+
+def _next(n: int) -> Item:
+    return Item(f"{n} ->", str(n + 1), str(n))
+
+
+def _difference(a: int, b: int) -> Item:
+    return Item(f"{a}-{b}=", str(a - b), f"{a}-{b}")
+
+
+def _sorted(*numbers: int) -> Item:
+    in_order = " ".join(map(str, sorted(numbers)))
+    return Item(f"{' '.join(map(str, numbers))} ->", in_order, in_order)
+
+
 def _addition(_: random.Random) -> list[Item]:
-    pairs = [(a, b) for a in range(10) for b in range(10)]
-    return [Item(f"{a}+{b}=", str(a + b), f"{min(a, b)}+{max(a, b)}") for a, b in pairs]
+    return [_sum(a, b) for a in range(10) for b in range(10)]
 
 
 def _successor(_: random.Random) -> list[Item]:
-    return [Item(f"{n} ->", str(n + 1), str(n)) for n in range(100)]
+    return [_next(n) for n in range(100)]
 
 
 def _subtraction2(random_: random.Random) -> list[Item]:
     pairs = [(a, b) for a in range(10, 100) for b in range(10, a + 1)]
-    return [Item(f"{a}-{b}=", str(a - b), f"{a}-{b}") for a, b in random_.sample(pairs, 1000)]
+    return [_difference(a, b) for a, b in random_.sample(pairs, 1000)]
 
 
 def _sort3(random_: random.Random) -> list[Item]:
     triples = dict.fromkeys(tuple(random_.sample(range(100), 3)) for _ in range(1000))
-    return [
-        Item(f"{a} {b} {c} ->", " ".join(map(str, sorted((a, b, c)))), str(sorted((a, b, c)))) for a, b, c in triples
-    ]
+    return [_sorted(*triple) for triple in triples]
 
 
 GENERATED: Mapping[str, Generated] = {
-    "addition": Generated(
-        _addition, Template("2+2=4\n1+6=7\n8+5=13\n{question}"), frozenset({"2+2", "1+6", "5+8"}), 48, 24
-    ),
-    "successor": Generated(_successor, Template("6 -> 7\n41 -> 42\n{question}"), frozenset({"6", "41"}), 64, 32),
+    "addition": Generated(_addition, (_sum(2, 2), _sum(1, 6), _sum(8, 5)), num_train=48, num_held_out=24),
+    "successor": Generated(_successor, (_next(6), _next(41)), num_train=64, num_held_out=32),
     "subtraction2": Generated(
-        _subtraction2, Template("58-23=35\n91-47=44\n{question}"), frozenset({"58-23", "91-47"}), 512, 64
+        _subtraction2, (_difference(58, 23), _difference(91, 47)), num_train=512, num_held_out=64
     ),
-    "sort3": Generated(_sort3, Template("31 7 90 -> 7 31 90\n{question}"), frozenset({str([7, 31, 90])}), 512, 64),
+    "sort3": Generated(_sort3, (_sorted(31, 7, 90), _sorted(5, 62, 18)), num_train=512, num_held_out=64),
 }
 
 WHEEL_TASKS: Mapping[str, tuple[Template, str]] = {
@@ -137,7 +148,8 @@ def _generate(
 ) -> tuple[list[Prompt], list[Prompt]]:
     generated = GENERATED[name]
     random_ = random.Random(f"{name}/{seed}")
-    items = [item for item in generated.make(random_) if item.key not in generated.shown]
+    shown = {shot.key for shot in generated.shots}
+    items = [item for item in generated.make(random_) if item.key not in shown]
     num_held_out = generated.num_held_out if num_held_out is None else num_held_out
     keys = list(dict.fromkeys(item.key for item in items))
     random_.shuffle(keys)
@@ -151,7 +163,7 @@ def _generate(
         side.extend(items_of[key])
     random_.shuffle(train)
     train = train[: generated.num_train if num_train is None else num_train]
-    used = template or generated.template
+    used = template or Template("{question}", examples=tuple((shot.question, shot.answer) for shot in generated.shots))
     return _prompts(name, used, train), _prompts(name, used, held_out[:num_held_out])
 
 
