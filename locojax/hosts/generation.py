@@ -55,7 +55,15 @@ class Generation:
                     seed=sample_seed(self._config.run.seed, step_index, prompt.prompt_id),
                 )
                 name = f"step {step_index}/{prompt.prompt_id}"
-                requests.append(SampleRequest(name, prompt.tokens, params, num_samples=rollout.group_size))
+                requests.append(
+                    SampleRequest(
+                        name,
+                        prompt.tokens,
+                        params,
+                        num_samples=rollout.group_size,
+                        adapter=self._worker.adapter,
+                    )
+                )
         return self._generate(requests, prompts, show)
 
     def accuracy(self, prompts: Sequence[Prompt], show: Show) -> float:
@@ -63,7 +71,10 @@ class Generation:
         rollout = self._config.rollout
         params = SamplingParams(max_tokens=rollout.max_tokens, temperature=0.0, stop=rollout.stop, seed=0)
         with self._timer.phase("evaluate"):
-            requests = [SampleRequest(f"held out/{prompt.prompt_id}", prompt.tokens, params) for prompt in prompts]
+            requests = [
+                SampleRequest(f"held out/{prompt.prompt_id}", prompt.tokens, params, adapter=self._worker.adapter)
+                for prompt in prompts
+            ]
             groups = self._generate(requests, prompts, show).groups
         rewards = [group.rollouts[0].reward.value for group in groups]
         scored = [reward for reward in rewards if reward is not None]

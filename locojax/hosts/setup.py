@@ -16,6 +16,7 @@ from locojax.models.spec import ModelSpec, num_parameters
 from locojax.models.spec import count as count_parameters
 from locojax.rl.datasets import Template, encode_prompts, fit_prompts
 from locojax.rl.sources import load_source
+from locojax.training.platform import auto_dtype
 from locojax.types import Prompt
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -68,7 +69,7 @@ def prepare(config: Config, begin: Callable[[str, str], None]) -> Prepared:
     longest = room if data.max_prompt_tokens is None else min(room, data.max_prompt_tokens)
     encode, chat = model.tokenizer.encode, model.tokenizer.chat
     train, dropped = fit_prompts(encode_prompts(task.train, encode, chat), longest, data.long_prompts)
-    held_out = task.held_out[: config.run.eval_prompts]
+    held_out = list(task.held_out[: config.run.eval_prompts])
     if held_out:
         held_out, more = fit_prompts(encode_prompts(held_out, encode, chat), longest, data.long_prompts)
         dropped += more
@@ -77,6 +78,7 @@ def prepare(config: Config, begin: Callable[[str, str], None]) -> Prepared:
         platform=jax.default_backend(),
         model_context=model.spec.max_context,
         longest_prompt=max(len(prompt.tokens) for prompt in [*train, *held_out]),
+        auto_dtype=auto_dtype(),
     )
     return Prepared(resolved, model, tuple(train), tuple(held_out), tuple(dropped), task.reward)
 

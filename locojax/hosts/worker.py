@@ -10,11 +10,22 @@ from locojax.config import Config
 from locojax.hosts.phases import Phase
 from locojax.models.hub import LoadedModel
 from locojax.models.lora import LoraSpec
-from locojax.rollout.engine import Engine, EngineSettings
-from locojax.training import publish
+from locojax.rollout.engine import Engine
+from locojax.rollout.settings import EngineSettings
+from locojax.training.publish import Publisher
 from locojax.training.trainer import Trainer, TrainerSettings
-from locojax.types import AdamParams, Completion, Datum, ForwardBackwardResult, OptimStepResult, SampleRequest
-from locojax.types import SampleResult
+from locojax.types import (
+    AdamParams,
+    Completion,
+    Datum,
+    ForwardBackwardResult,
+    OptimStepResult,
+    SampleRequest,
+    SampleResult,
+)
+
+GIB = 2**30
+DEFAULT_KV_GIB = 4.0
 
 Timed = Callable[[Phase], AbstractContextManager[None]]
 
@@ -62,6 +73,7 @@ class HostWorker:
             seed=config.run.seed,
             phase=timed,
         )
+        memory = DEFAULT_KV_GIB if rollout.kv_memory_gib == "auto" else rollout.kv_memory_gib
         self.engine = Engine(
             model.spec,
             EngineSettings(
@@ -69,10 +81,17 @@ class HostWorker:
                 max_slots=int(rollout.max_slots),
                 dtype=rollout.dtype,
                 max_iterations=int(rollout.decode_iterations),
+                kv_bytes=int(memory * GIB),
             ),
             model.tokenizer,
             phase=timed,
         )
+        self._publisher = Publisher(self.trainer, dtype=rollout.dtype)
+
+    @property
+    def adapter(self) -> int:
+        """The engine's index of what is trained: 0 is the model itself, 1 the adapter beside it."""
+        return 0 if self.trainer.lora is None else 1
 
     @property
     def policy_version(self) -> int:
@@ -82,7 +101,7 @@ class HostWorker:
         """Results as they finish; between two of them the caller may do work of its own, or stop."""
         for request in requests:
             self.engine.add(request)
-        while self.engine.busy:
+        while self.engine.num_unfinished:
             yield from self.engine.step()
 
     def abort(self, requests: Sequence[SampleRequest]) -> None:
@@ -101,7 +120,8 @@ class HostWorker:
     def publish(self) -> None:
         """The trainer's weights become the engine's, under the trainer's version."""
         with self._timed("publish"):
-            publish.publish(self.trainer, self.engine)
+            new = self._publisher.publish()
+            self.engine.load(new.weights, new.version, new.adapters)
 
     def completion_text(self, completion: Completion) -> str:
         """What a grader reads: the completion without the token or string that stopped it."""
