@@ -13,7 +13,7 @@ EOS = 1
 VOCAB = 97
 SPEC = ModelSpec(
     family="qwen3", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=8, norm_eps=1e-6, rope=RopeSpec(10000.0), max_context=128, tied_embeddings=True, qk_norm=True,
+    head_dim=8, norm_eps=1e-6, rope=RopeSpec(10000.0), max_context=128, qk_norm=True,
 )  # fmt: skip
 
 
@@ -30,10 +30,11 @@ class Bytes:
 
 
 @functools.cache
-def params(seed=0, scale=8.0):
+def params(seed=0):
     """Weights large enough that the distribution is far from flat, so that log-probs and argmax mean something."""
     tree = decoder.init_params(SPEC, jax.random.key(seed))
-    return {**tree, "embed": tree["embed"] * scale}
+    layers = {name: leaf * (1 if name.endswith("norm") else 6) for name, leaf in tree["layers"].items()}
+    return {**tree, "layers": layers, "head": tree["head"] * 15}
 
 
 @functools.cache

@@ -65,7 +65,8 @@ def test_greedy_takes_the_lowest_of_equals_and_reports_a_finite_raw_log_prob():
     logits[1, [599, 598]] = 5.0
     token, logprob = sample(jnp.asarray(logits), rows(3, temperature=0.0))
     assert token.tolist() == [7, 598, 0]
-    np.testing.assert_allclose(logprob, np.log([softmax(l)[t] for l, t in zip(logits, token, strict=True)]), atol=1e-5)
+    expected = [np.log(softmax(row)[t]) for row, t in zip(logits, token, strict=True)]
+    np.testing.assert_allclose(logprob, expected, atol=1e-5)
     assert sample(jnp.asarray(logits), rows(3, temperature=0.0), "tempered")[1].tolist() == [0, 0, 0]
 
 
@@ -151,7 +152,7 @@ def test_tokens_without_mass_are_never_drawn():
 
 def test_no_random_number_per_vocabulary_entry():
     vocab = 49152
-    jaxpr = jax.make_jaxpr(lambda l, r: sample(l, r))(jnp.zeros((8, vocab)), rows(8))
+    jaxpr = jax.make_jaxpr(lambda x, r: sample(x, r))(jnp.zeros((8, vocab)), rows(8))
     assert largest_random_shape(jaxpr.jaxpr) == 8 * 2
 
 

@@ -109,14 +109,14 @@ def decode_shared(
     gathered = gathered.swapaxes(1, 2).reshape(E, K, M * G, h)
     valid = jnp.arange(P, dtype=jnp.int32)[None] < prompt_len[:, None]
     shared = _partial(gathered, prompt_k, prompt_v, valid)
-    shared = tuple(part.reshape(E, K, M, G, -1)[entry, :, rank] for part in shared)
+    shared_top, shared_sum, shared_values = (part.reshape(E, K, M, G, -1)[entry, :, rank] for part in shared)
 
     seen = jnp.arange(own_k.shape[2], dtype=jnp.int32)[None] < own_len[:, None]
-    own = _partial(q.reshape(B, K, G, h), own_k, own_v, seen)
+    own_top, own_sum, own_values = _partial(q.reshape(B, K, G, h), own_k, own_v, seen)
 
-    top = jnp.maximum(shared[0], own[0])
-    a, b = jnp.exp(shared[0] - top), jnp.exp(own[0] - top)
-    out = (shared[2] * a + own[2] * b) / (shared[1] * a + own[1] * b)
+    top = jnp.maximum(shared_top, own_top)
+    a, b = jnp.exp(shared_top - top), jnp.exp(own_top - top)
+    out = (shared_values * a + own_values * b) / (shared_sum * a + own_sum * b)
     return out.reshape(B, H, h).astype(q.dtype)
 
 

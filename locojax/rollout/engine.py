@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from locojax.errors import RequestError
+from locojax.errors import ConfigError, RequestError
 from locojax.models.decoder import Params
 from locojax.models.lora import Adapters
 from locojax.models.spec import ModelSpec
@@ -29,6 +30,7 @@ from locojax.rollout.sampling import key_of
 from locojax.rollout.scheduler import Schedule, Scheduler
 from locojax.rollout.settings import EngineSettings, memory_and_layout
 from locojax.rollout.stats import EngineStats, TokenEvent
+from locojax.rollout.warmup import ShapesOnly, stagger
 from locojax.types import SampleRequest, SampleResult
 
 Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]
@@ -54,9 +56,23 @@ class Engine:
     """
 
     def __init__(
-        self, spec: ModelSpec, settings: EngineSettings, tokens: TokenBytes, *, phase: Phase | None = None
+        self,
+        spec: ModelSpec,
+        settings: EngineSettings,
+        tokens: TokenBytes,
+        *,
+        phase: Phase | None = None,
+        compiler: programs.Compiler | None = None,
     ):
-        """`phase` is entered around device work, to account for its time."""
+        """An engine without weights; see `load`.
+
+        Args:
+          phase: entered around device work, to account for its time.
+          compiler: that of an engine with the same spec and settings, to share its programs.
+
+        Raises:
+          ConfigError: the settings can't be, or the compiler is another kind of engine's.
+        """
         self.spec, self.settings = spec, settings
         self.policy_version: int | None = None
         self._tokens = tokens
@@ -69,10 +85,14 @@ class Engine:
             max_iterations_watched=min(8, settings.max_iterations),
             prefix_cache=settings.prefix_cache,
         )
-        self._compiler = programs.Compiler(
-            programs.ProgramSpec(spec, self._layout, settings.dtype, settings.logprobs_of, settings.max_iterations)
+        program_spec = programs.ProgramSpec(
+            spec, self._layout, settings.dtype, settings.logprobs_of, settings.max_iterations
         )
-        self._prefiller = Prefiller(self._compiler, self._layout, settings.max_prefill_tokens)
+        self.compiler = compiler or programs.Compiler(program_spec)
+        if self.compiler.spec != program_spec:
+            raise ConfigError("Engines share programs only if model and settings are the same", got=program_spec,
+                              expected=self.compiler.spec)  # fmt: skip
+        self._prefiller = Prefiller(self.compiler, self._layout, settings.max_prefill_tokens)
         self._requests: dict[str, _Request] = {}
         self._closed: list[SampleResult] = []  # to be returned by the next step
         self._events: list[TokenEvent] = []
@@ -198,6 +218,30 @@ class Engine:
         self._closed += others  # for whoever added them and calls step
         return [done[request_id] for request_id in wanted]
 
+    def warm_up(self, requests: Sequence[SampleRequest]) -> int:
+        """Compiles the programs that requests like these will need, arriving together; returns how many that were.
+
+        Give it the longest prompts and completions to come, as many as come at a time: then a ragged batch of them,
+        in whatever order its samples end, compiles nothing more. Nothing is sampled.
+
+        Raises:
+          RequestError: no weights have been loaded, or a request is malformed.
+        """
+        before = self.compiler.num_compilations
+        for staggered in (False, True):
+            dry = Engine(self.spec, self.settings, self._tokens, compiler=ShapesOnly(self.compiler))
+            dry._loaded, dry.policy_version = self._loaded, self.policy_version
+            for request in requests:
+                dry.add(dataclasses.replace(request, params=dataclasses.replace(request.params, stop=())))
+            samples = [sample for mine in dry._requests.values() for sample in mine.samples]
+            if staggered:
+                lengths = stagger([sample.max_tokens for sample in samples], self._memory.rows.sizes)
+                for sample, length in zip(samples, lengths, strict=True):
+                    sample.max_tokens = length
+            while dry.num_unfinished:
+                dry.step()
+        return self.compiler.num_compilations - before
+
     def drain(self) -> list[TokenEvent]:
         """What streamed requests have sampled since the last call."""
         events, self._events = self._events, []
@@ -207,7 +251,7 @@ class Engine:
         """A snapshot of the totals."""
         return dataclasses.replace(
             self._stats,
-            num_compilations=self._compiler.num_compilations,
+            num_compilations=self.compiler.num_compilations,
             num_preemptions=self._scheduler.num_preemptions,
             num_prefix_hits=self._scheduler.num_prefix_hits,
         )
@@ -230,9 +274,11 @@ class Engine:
         if moves.shape is not None:
             self._shape = moves.shape
         if self._cache is None:
-            self._cache = self._layout.new_cache(self.spec, self._shape, self.settings.dtype)
+            new_cache = partial(self._layout.new_cache, self.spec, self._shape, self.settings.dtype)
+            self._cache = self.compiler.apply(new_cache)
         elif moves.shape is not None:
-            self._cache = self._layout.move(self._cache, dataclasses.replace(moves, page_copies=()))
+            resize = partial(self._layout.move, moves=dataclasses.replace(moves, page_copies=()))
+            self._cache = self.compiler.apply(resize, self._cache)
         self._copies = Moves(page_copies=moves.page_copies)
         return plan
 
@@ -242,7 +288,8 @@ class Engine:
             if plan.prompts:
                 with self._phase("prefill"):
                     self._prefill(plan)
-            self._cache = self._layout.move(self._cache, self._copies)  # of pages that may just have been filled
+            if self._copies.page_copies:  # of pages that may just have been filled
+                self._cache = self.compiler.apply(partial(self._layout.move, moves=self._copies), self._cache)
             if self._scheduler.running:
                 with self._phase("decode"):
                     self._decode(plan)
@@ -279,8 +326,8 @@ class Engine:
         rows = decode_rows(running, num_rows, self._num_stops, tables)
         key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width)
         start = time.perf_counter()
-        self._cache, tokens, logprobs, gained, num_iterations = self._compiler.call(
-            programs.decode, key, self._loaded.weights, self._loaded.adapters, self._cache, rows,
+        self._cache, tokens, logprobs, gained, num_iterations = self.compiler.call(
+            "decode", key, self._loaded.weights, self._loaded.adapters, self._cache, rows,
             np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32),
         )  # fmt: skip
         tokens, logprobs, gained = np.asarray(tokens), np.asarray(logprobs), np.asarray(gained)

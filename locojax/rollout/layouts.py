@@ -1,8 +1,8 @@
 """The KV memory on the device, in the two layouts that `pages.py` keeps books for, behind the same functions.
 
 A cache is a pytree: `layers`, one item a layer, and `last` [E, D], the hidden state of each stored prompt's last token,
-from which its samples' first tokens are drawn. Shape letters: L layers, B rows, E entries, P prompt capacity, C capacity
-of a row's own tokens, K kv heads, h head dim, N new prompts, M samples of an entry, W pages of a table, R x T packed rows.
+from which its samples' first tokens are drawn. Shape letters: L layers, B rows, E entries, P prompt capacity, C own
+tokens of a row at most, K kv heads, h head dim, D hidden, N new prompts, M samples of an entry, W pages of a table.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Destination:
 
 @runtime_checkable
 class Layout(Protocol):
-    """How a layer's keys and values are stored and read. Implementations are hashable: programs are compiled for them."""
+    """How a layer's keys and values are stored and read. Implementations are hashable, as a program's constants are."""
 
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
         """An empty cache."""

@@ -1,12 +1,13 @@
 """Who owns which piece of the KV memory: one interface, a layout for each kind of machine.
 
-A prompt is stored once, in a `PromptBlock`, and shared by all samples drawn from it; a `SlotBlock` is a running sample's
-own memory. Nobody ever writes to a shared piece. No jax here: this is bookkeeping, and `layouts.py` moves the bytes.
+A prompt is stored once, in a `PromptBlock`, and shared by all samples drawn from it; a `SlotBlock` is a running
+sample's own memory. Nobody ever writes to a shared piece. No jax here: this is bookkeeping, and `layouts.py` moves the
+bytes.
 
-* `ContiguousMemory`, where gathers are slow (CPU): prompts are rows of one array, [entries, prompt capacity], slots rows
-  of another, [rows, capacity]. Copy on write is then "writes go to the slot's own row".
-* `PagedMemory`, for kernels that read page tables (TPU): fixed pages, reference-counted; a prompt's last page, when only
-  partly filled, is copied for each sample before it writes.
+* `ContiguousMemory`, where gathers are slow (CPU): prompts are rows of one array, [entries, prompt capacity], slots
+  rows of another, [rows, capacity]. Copy on write is then "writes go to the slot's own row".
+* `PagedMemory`, for kernels that read page tables (TPU): fixed pages, reference-counted; a prompt's last page, when
+  only partly filled, is copied for each sample before it writes.
 """
 
 from __future__ import annotations
@@ -219,6 +220,8 @@ class ContiguousMemory:
         if index >= self.max_entries:
             raise CapacityError("The KV memory is full", got=f"{index} stored prompts")
         entries = max(self._entries, power_of_two(index + 1))
+        if not self._prompts:
+            self._choose_prompt_capacity(num_tokens)
         capacity = max(self._prompt_capacity, power_of_two(num_tokens), self.MIN_CAPACITY)
         self._check(entries, capacity, len(self.rows.blocks), self._capacity)
         self._entries, self._prompt_capacity = entries, capacity
@@ -229,8 +232,16 @@ class ContiguousMemory:
         if block.users:
             raise ValueError(f"prompt {block.index} still has {block.users} users")
         del self._prompts[block.index]
-        if not self._prompts:  # the next wave chooses its own shape
-            self._entries = self._prompt_capacity = 0
+        if not self._prompts:  # the next wave chooses its own number
+            self._entries = 0
+
+    def _choose_prompt_capacity(self, num_tokens: int) -> None:
+        """Waves keep the capacity of the longest prompt so far, lest each has its own shape, unless memory is short."""
+        if self._entries_that_fit(self._prompt_capacity) < min(self.max_entries, self.rows.sizes[-1]):
+            self._prompt_capacity = max(power_of_two(num_tokens), self.MIN_CAPACITY)
+
+    def _entries_that_fit(self, capacity: int) -> int:
+        return self.max_tokens // max(2 * capacity, 1)
 
     def open_slot(self, prompt: PromptBlock) -> SlotBlock:
         self._check(self._entries, self._prompt_capacity, len(self.rows.blocks) + 1, self._capacity)

@@ -15,6 +15,7 @@ import numpy as np
 from locojax.rollout.pages import power_of_two
 
 MIN_ROW = 16
+MIN_PROMPTS = 8
 ATTENTION_COST = 2048
 """A token's attention costs as much as its GEMMs when it sees about this many tokens."""
 
@@ -58,17 +59,16 @@ def common_header(prompts: Sequence[Sequence[int]]) -> int:
     """How many tokens all prompts begin with, leaving at least one of each for itself."""
     if len(prompts) < 2:
         return 0
-    first, last = min(prompts), max(prompts)  # the two that differ earliest, in lexicographic order
-    shared = len(os.path.commonprefix([list(first), list(last)]))
+    shared = len(os.path.commonprefix([tuple(prompt) for prompt in prompts]))
     return min(shared, min(map(len, prompts)) - 1)
 
 
 def pack(prompts: Sequence[Sequence[int]], known_shapes: Collection[PrefillShape] = ()) -> Packed:
     """Lays prompts out in the cheapest of: separate segments over several rows, or one row with the header once.
 
-    A shape among `known_shapes` (already compiled) that is at most 1.5 times as costly is preferred.
+    A shape among `known_shapes` (already compiled) that is at most twice as costly is preferred.
     """
-    count = power_of_two(len(prompts))
+    count = max(MIN_PROMPTS, power_of_two(len(prompts)))
     header = common_header(prompts)
     longest = row_size(max(map(len, prompts)))
     plain_bins = _fit(prompts, 0, longest)
@@ -78,7 +78,7 @@ def pack(prompts: Sequence[Sequence[int]], known_shapes: Collection[PrefillShape
         options.append((header, PrefillShape(1, row_size(together), count)))
     header, shape = min(options, key=lambda option: option[1].cost)
     for known in sorted(known_shapes, key=lambda s: s.cost):
-        if known.cost <= 1.5 * shape.cost and known.prompts >= len(prompts) and known.tokens >= shape.tokens:
+        if known.cost <= 2 * shape.cost and known.prompts >= len(prompts) and known.tokens >= shape.tokens:
             if len(_fit(prompts, header, known.tokens)) <= known.rows:
                 shape = known
                 break
@@ -124,7 +124,7 @@ def _lay_out(prompts: Sequence[Sequence[int]], header: int, shape: PrefillShape)
 
 
 def batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cuts prompts, in order, into batches of at most `budget` tokens; a longer prompt is alone (and goes in chunks)."""
+    """Cuts prompts, in order, into batches of at most `budget` tokens; a longer one is alone and goes in chunks."""
     out: list[list[int]] = []
     used = 0
     for n, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""Runs the prefill programs: new prompts into the cache, packed or in chunks, and log-probs of prompts that want them."""
+"""Runs the prefill programs: new prompts into the cache, packed or in chunks, and the log-probs of prompts."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Prefiller:
         to = self._layout.destination([p.block for p in prompts], N, P)
         adapter = np.full(packed.shape.rows, prompts[0].adapter, np.int32)
         cache, hidden = self._compiler.call(
-            programs.prefill, (*like, packed.shape), loaded.weights, loaded.adapters, cache,
+            "prefill", (*like, packed.shape), loaded.weights, loaded.adapters, cache,
             (packed.tokens, packed.positions, packed.until), source, last, to, adapter,
         )  # fmt: skip
         keep(cache)
@@ -107,7 +107,7 @@ class Prefiller:
             tokens = np.zeros((1, T), np.int32)
             tokens[0, :count] = prompt.tokens[start : start + count]
             cache, hidden = self._compiler.call(
-                programs.prefill_chunk, (loaded.signature, shape, P, T), loaded.weights, loaded.adapters, cache,
+                "prefill_chunk", (loaded.signature, shape, P, T), loaded.weights, loaded.adapters, cache,
                 tokens, np.asarray(start, np.int32), np.asarray(count, np.int32), to,
                 np.full(1, prompt.adapter, np.int32),
             )  # fmt: skip
@@ -128,8 +128,8 @@ class Prefiller:
             targets = np.zeros(SCORE_TILE, np.int32)
             targets[:count] = prompt.tokens[start + 1 : start + 1 + count]
             of_target, top_ids, top = self._compiler.call(
-                programs.score, (loaded.signature, k), loaded.weights, loaded.adapters, tile, targets,
-                np.full(1, prompt.adapter, np.int32), static={"num_top": k},
+                "score", (loaded.signature, k), loaded.weights, loaded.adapters, tile, targets,
+                np.full(1, prompt.adapter, np.int32), num_top=k,
             )  # fmt: skip
             at = slice(start + 1, start + 1 + count)
             logprobs[at] = np.asarray(of_target)[:count]

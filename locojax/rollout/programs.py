@@ -57,7 +57,7 @@ class ProgramSpec:
 
 
 def pick_adapters(adapters: Adapters | None, index: Array) -> Adapters | None:
-    """Adapters for rows with these indices; 0 is none. Stacked: row 0 of the stack has scale 0. Single: scale per row."""
+    """Adapters for rows with these indices; 0 is none: row 0 of a stack has scale 0, a single one a scale per row."""
     if adapters is None:
         return None
     if adapters.scale.ndim:
@@ -86,7 +86,8 @@ def decode(
 
     def draw(hidden: Array, count: Array) -> tuple[Array, Array]:
         logits = decoder.logits(weights, hidden[:, None], mine)[:, 0]
-        return sample(logits, dataclasses.replace(rows.sampler, position=rows.sampler.position + count), spec.logprobs_of)
+        sampler = dataclasses.replace(rows.sampler, position=rows.sampler.position + count)
+        return sample(logits, sampler, spec.logprobs_of)
 
     def still_alive(alive: Array, token: Array, count: Array) -> Array:
         stopped = jnp.any(token[:, None] == rows.stop_ids, axis=-1)
@@ -212,9 +213,10 @@ def score(
     adapter: Array,
     num_top: int,
 ) -> tuple[Array, Array, Array]:
-    """Raw log-probs of the tokens that hidden states [T, D] predict: of `targets` i32[T], and of the `num_top` likeliest.
+    """Raw log-probs of what hidden states [T, D] predict: of `targets` i32[T], and of the `num_top` likeliest tokens.
 
-    T is a tile, so that the logits stay [tile, V]. adapter i32[1]. Returns f32[T], ids i32[T, num_top], f32[T, num_top].
+    T is a tile, so that the logits stay [tile, V]. adapter i32[1].
+    Returns f32[T], ids i32[T, num_top], f32[T, num_top].
     """
     logits = decoder.logits(weights, hidden[None], pick_adapters(adapters, adapter))[0]
     normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -224,36 +226,42 @@ def score(
 
 
 class Compiler:
-    """Compiles each program once for each key, and counts."""
+    """Compiles each program once for each key, and counts. Engines with equal specs may share one."""
 
     def __init__(self, spec: ProgramSpec):
-        self._spec = spec
-        self._programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self.spec = spec
+        self._programs: dict[tuple[Any, ...], Any] = {}
         self.num_compilations = 0
 
     def keys(self, name: str) -> list[Any]:
         """The keys under which program `name` has been compiled."""
         return [key for program, key in self._programs if program == name]
 
-    def clear(self) -> None:
-        """Forgets all programs: the weights' or adapters' shapes changed."""
-        self._programs.clear()
+    def apply(self, function: Callable[..., Any], *args: Any) -> Any:
+        """function(*args), for what is done to the cache between programs."""
+        return function(*args)
 
-    def call(self, program: Callable[..., Any], key: Any, *args: Any, static: Mapping[str, Any] | None = None) -> Any:
-        """program(spec, *args, **static), compiled for `key`, which must determine the shapes of args.
+    def prepare(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
+        """Program `name` compiled for `key`, which must determine the shapes of args; these may be abstract."""
+        full_key = (name, key)
+        if full_key not in self._programs:
+            program = PROGRAMS[name]
 
-        `cache`, where a program has one, is donated.
-        """
-        full_key = (program.__name__, key)
-        compiled = self._programs.get(full_key)
-        if compiled is None:
             # A closure, so that the spec and the static arguments need not be hashed on every call.
             def bound(*args: Any) -> Any:
-                return program(self._spec, *args, **(static or {}))
+                return program(self.spec, *args, **static)
 
-            bound.__name__ = program.__name__
-            donated = (2,) if program in (decode, prefill, prefill_chunk) else ()
-            compiled = jax.jit(bound, donate_argnums=donated).lower(*args).compile()
-            self._programs[full_key] = compiled
+            bound.__name__ = name
+            donated = () if name == "score" else (2,)
+            self._programs[full_key] = jax.jit(bound, donate_argnums=donated).lower(*args).compile()
             self.num_compilations += 1
-        return compiled(*args)
+        return self._programs[full_key]
+
+    def call(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
+        """Runs program `name` on (spec, *args, **static). `cache`, where a program has one, is donated."""
+        return self.prepare(name, key, *args, **static)(*args)
+
+
+PROGRAMS: Mapping[str, Callable[..., Any]] = {
+    "decode": decode, "prefill": prefill, "prefill_chunk": prefill_chunk, "score": score,
+}  # fmt: skip

@@ -43,7 +43,7 @@ class StopRule:
         """None: EOS stops. Empty: nothing does. Else what is listed does, and EOS still does: beyond it is noise."""
         if stop is None:
             return cls(tuple(eos_ids), ())
-        given = (stop,) if isinstance(stop, str) else tuple(stop)
+        given: tuple[str | int, ...] = (stop,) if isinstance(stop, str) else tuple(stop)
         if not given:
             return cls((), ())
         ids = [item for item in given if not isinstance(item, str)]
@@ -66,7 +66,7 @@ def end_of_match(text: bytes, start: int, strings: Sequence[bytes]) -> tuple[int
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One completion on its way. Created by `samples_of`; slot and prompt filled by the scheduler, tokens by the engine.
+    """One completion on its way. Created by `Engine.add`; slot and prompt are the scheduler's, tokens the engine's.
 
     `context` is what its prompt block holds: the prompt and, after a preemption, the tokens sampled before it. The rest
     of `tokens` lives in the slot, the last one not yet stored: it is the next forward pass's input.

@@ -80,7 +80,8 @@ def uniforms(rows: SamplerRows) -> Array:
     """f32[B, 2] in [0, 1): one for each level, a function of (seed, sample index, position) only."""
 
     def draw(key: Array, position: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position), (2,))
+        base = jax.random.wrap_key_data(key, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(base, position), (2,))
 
     return jax.vmap(draw)(rows.key, rows.position)
 
@@ -113,7 +114,7 @@ def _draw_sorted(
     top_k = jnp.where(rows.top_k > 0, rows.top_k, vocab)[:, None]
     in_k = order < top_k
     cumulative = jnp.cumsum(jnp.where(in_k, mass, 0.0), axis=-1)
-    total = jnp.where(rows.top_k > 0, cumulative[:, -1], total)  # if top_k > M the row is undecided or needs less than M
+    total = jnp.where(rows.top_k > 0, cumulative[:, -1], total)
     before = jnp.concatenate([jnp.zeros_like(cumulative[:, :1]), cumulative[:, :-1]], axis=-1)
     in_p = (rows.top_p >= 1.0)[:, None] | (before < (rows.top_p * total)[:, None])
     in_min = mass >= (rows.min_p * mass[:, 0])[:, None]

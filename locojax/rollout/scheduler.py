@@ -16,6 +16,10 @@ from locojax.errors import CapacityError
 from locojax.rollout.pages import KvMemory, PromptBlock
 from locojax.rollout.request import Sample
 
+WORTH_SHRINKING = 32
+"""With no more tokens than this to come, a ragged tail runs in the rows it has: fewer rows are one more program to
+compile, which takes as long as some tens of iterations."""
+
 
 @dataclasses.dataclass(frozen=True)
 class NewPrompt:
@@ -46,8 +50,10 @@ class Schedule:
 class Scheduler:
     """Owns the waiting and the running samples and the prompt blocks. See the module's head."""
 
-    def __init__(self, memory: KvMemory, *, max_iterations: int, max_iterations_watched: int, prefix_cache: bool = True):
-        """`max_iterations_watched` holds while a sample is streamed or has stop strings, which only the host can see."""
+    def __init__(
+        self, memory: KvMemory, *, max_iterations: int, max_iterations_watched: int, prefix_cache: bool = True
+    ):
+        """`max_iterations_watched` holds while a sample is streamed or has stop strings, which the host looks for."""
         self.memory = memory
         self.waiting: deque[Sample] = deque()
         self.running: list[Sample] = []  # oldest first
@@ -66,12 +72,15 @@ class Scheduler:
         preempted = self._make_room()
         prompts = [] if preempted and self.running else self._admit()
         limit = self._limit()
-        shrink = not self.waiting
         count = len(self.running)
+        left = max((sample.remaining for sample in self.running), default=0)
+        shrink = not self.waiting and left > WORTH_SHRINKING
         if self.waiting:
             return_at = count - max(1, count // 8)
-        else:
+        elif shrink:
             return_at = max((size for size in self.memory.rows.sizes if size < count), default=0)
+        else:
+            return_at = 0
         return Schedule(tuple(prompts), limit, return_at, shrink)
 
     def finish(self, sample: Sample) -> None:
@@ -237,6 +246,6 @@ class Scheduler:
 
 
 def _wants_hidden(sample: Sample) -> bool:
-    """Prompt log-probs need the prompt's hidden states, which aren't cached; one sample of the request asks for them."""
+    """Prompt log-probs need the prompt's hidden states, which aren't cached; a request's first sample asks for them."""
     request = sample.request
     return sample.index == 0 and not sample.tokens and (request.prompt_logprobs or request.topk_prompt_logprobs > 0)

@@ -9,7 +9,8 @@ import dataclasses
 class EngineStats:
     """Totals since the engine was made; subtract two snapshots for a span. Seconds are wall time of this host.
 
-    `row_iterations` counts alive rows and `padded_row_iterations` all rows of every iteration: their ratio is occupancy.
+    `row_iterations` counts the alive rows and `padded_row_iterations` all rows of every iteration; their ratio is the
+    occupancy.
     """
 
     num_tokens: int = 0
