@@ -449,7 +449,7 @@ def stacked(trees):
 @LAYOUTS
 @pytest.mark.parametrize("count", [1, 3])
 def test_adapters_are_picked_by_row(settings, count):
-    """Samples with and without adapters in one batch, long prompts in chunks, and a prompt shared by several adapters."""
+    """Samples with and without adapters in one batch, long prompts in chunks, one prompt under several adapters."""
     trees = [adapter(i) for i in range(1, count + 1)]
     scale = jnp.float32(LORA.scale)
     if count == 1:
@@ -470,7 +470,8 @@ def test_adapters_are_picked_by_row(settings, count):
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
         expected = oracle_logprobs(prompt[:1], prompt[1:], adapters=applied)
         np.testing.assert_allclose(result.prompt_logprobs[1:], expected, atol=1e-5)
-    with pytest.raises(RequestError, match=f"no such adapter is loaded. Got: {count + 1}. Expected: 0 .none. to {count}."):
+    refused = f"no such adapter is loaded. Got: {count + 1}. Expected: 0 .none. to {count}"
+    with pytest.raises(RequestError, match=refused):
         made.add(dataclasses.replace(requests[0], adapter=count + 1))
 
 

@@ -1,5 +1,6 @@
 """Where a completion ends: stop strings across token borders and inside multi-byte characters."""
 
+import numpy as np
 from rollout_models import Bytes
 
 from locojax.rollout.request import Sample, StopRule, end_of_match
@@ -17,7 +18,7 @@ class Pieces(Bytes):
 
 def sample(stop, max_tokens=20):
     request = SampleRequest("r", (1,), SamplingParams(stop=stop))
-    return Sample(request, 0, None, StopRule.of(stop, (0,)), max_tokens, request.prompt)
+    return Sample(request, 0, np.zeros(2, np.uint32), StopRule.of(stop, (0,)), max_tokens, request.prompt)
 
 
 def feed(stop, tokens, cuts=(100,), max_tokens=20):

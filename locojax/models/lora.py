@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from locojax.errors import ConfigError
+from locojax.models.dense import low_rank_delta
 from locojax.models.spec import ModelSpec, Parameter, parameters
 
 ATTENTION_MODULES = ("q", "k", "v", "o")
@@ -106,8 +107,8 @@ class Adapters:
     """
 
     tree: Mapping[str, Any]
-    scale: Array
-    index: Array | None = None
+    scale: Any  # an Array, or what jax puts in an array's place while it handles the tree
+    index: Any = None
 
     def split(self) -> tuple[Mapping[str, Any], Mapping[str, Array] | None]:
         """(the layers' part, the head's part or None)."""
@@ -128,6 +129,13 @@ def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:
 
 def delta(x: Array, weights: Mapping[str, Array], scale: Array, index: Array | None) -> Array:
     """What the adapter adds to `x @ w`: scale * (x @ a) @ b. x [rows, T, in] -> [rows, T, out]."""
+    if index is None and scale.ndim == 0:
+        return low_rank_delta(x, weights["a"].astype(x.dtype), weights["b"].astype(x.dtype), scale.astype(x.dtype))
     inner = low_rank(x, weights["a"], scale, index)
     b = weights["b"].astype(x.dtype)
-    return inner @ b if index is None else jnp.einsum("rtk,rko->rto", inner, b[index])
+    out = inner @ b if index is None else jnp.einsum("rtk,rko->rto", inner, b[index])
+    if not scale.ndim:
+        return out
+    # Zero times a broken adapter's NaN would be NaN: rows without an adapter are left alone outright.
+    per_row = scale if index is None else scale[index]
+    return jnp.where(per_row[:, None, None] == 0, jnp.zeros_like(out), out)

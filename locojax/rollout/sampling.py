@@ -44,7 +44,7 @@ class SamplerRows:
     min_p: Any
 
 
-def key_of(seed: int, sample_index: int) -> np.ndarray:
+def key_of(seed: int | str, sample_index: int) -> np.ndarray:
     """u32[2]: the key of a sample, the same on every host and slot."""
     digest = hashlib.blake2b(f"{seed}/{sample_index}".encode(), digest_size=8).digest()
     return np.frombuffer(digest, "<u4").copy()
