@@ -169,7 +169,7 @@ def test_no_cut_packing_or_sharing_changes_the_gradient(params, loss):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"row_tokens": 120}, {"row_tokens": 30, "rows": 3}, {"remat": "full"}, {"tile_tokens": 7}],
+    [{"row_tokens": 120}, {"row_tokens": 30, "rows": 3}, {"remat": "none"}, {"tile_tokens": 7, "remat": "full"}],
     ids=["long rows", "three rows", "remat", "small tiles"],
 )
 def test_no_shape_of_the_computation_changes_the_gradient(params, changes):
@@ -503,5 +503,5 @@ def test_malformed_data_are_refused_by_datum_and_field(params):
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="row_tokens must be at least 1"):
         TrainerSettings(row_tokens=0)
-    with pytest.raises(ConfigError, match="Unknown remat policy 'most'.*one of none, dots, full"):
+    with pytest.raises(ConfigError, match="Unknown remat policy 'most'.*one of none, linear, dots, full"):
         TrainerSettings(row_tokens=8, remat="most")

@@ -32,12 +32,16 @@ def visible(until: Array, query_start: int | Array, num_queries: int) -> Array:
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     """q [R,T,H,h], k, v [R,S,K,h], mask bool[R,T,S] -> [R,T,H,h]. Scores and softmax in fp32."""
     R, T, H, h = q.shape
-    K = k.shape[2]
-    q = q.reshape(R, T, K, H // K, h)
-    scores = jnp.einsum("rtkgh,rskh->rkgts", q, k, preferred_element_type=jnp.float32) * h**-0.5
-    scores = jnp.where(mask[:, None, None], scores, MASKED)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    return jnp.einsum("rkgts,rskh->rtkgh", probs, v).reshape(R, T, H, h)
+    S, K = k.shape[1], k.shape[2]
+    # Plain batched GEMMs over (row, kv head), a group's query heads stacked: the scores, by far the largest array at
+    # hand, then come out of one GEMM and go into the next as they lie, without a transposed copy.
+    q = q.reshape(R, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(R, K, H // K * T, h)
+    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    scores = jnp.matmul(q, k, preferred_element_type=jnp.float32) * h**-0.5
+    scores = jnp.where(mask[:, None, None], scores.reshape(R, K, H // K, T, S), MASKED)
+    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(R, K, H // K * T, S)
+    out = jnp.matmul(probs, v).reshape(R, K, H // K, T, h)
+    return out.transpose(0, 3, 1, 2, 4).reshape(R, T, H, h)
 
 
 def packed(q: Array, k: Array, v: Array, until: Array) -> Array:

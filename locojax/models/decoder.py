@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from locojax.models import attention
+from locojax.models.dense import dense
 from locojax.models.lora import Adapters, delta
 from locojax.models.spec import ModelSpec, Parameter, RopeSpec, parameters
 
@@ -104,7 +106,7 @@ def block(
     R, T, _ = x.shape
 
     def multiply(inputs: Array, name: str) -> Array:
-        out = inputs @ layer[name].astype(inputs.dtype)
+        out = dense(inputs, layer[name], layer.get(name + TRANSPOSED), train=adapters is None)
         if f"{name}_bias" in layer:
             out = out + _along_last(layer[f"{name}_bias"].astype(out.dtype), out)
         return out
@@ -115,7 +117,7 @@ def block(
         return out + delta(inputs, lora[name], adapters.scale, adapters.index)
 
     def linear(inputs: Array, name: str) -> Array:
-        return adapt(inputs, multiply(inputs, name), name)
+        return checkpoint_name(adapt(inputs, multiply(inputs, name), name), LINEAR)
 
     def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...]) -> list[Array]:
         """Projections of one input: one GEMM where `unstack` joined their weights."""
@@ -134,6 +136,7 @@ def block(
         q = rms_norm(q, layer["q_norm"], spec.norm_eps)
         k = rms_norm(k, layer["k_norm"], spec.norm_eps)
     attended, kept = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
+    attended = checkpoint_name(attended, LINEAR)
     x = x + linear(attended.reshape(R, T, spec.q_size), "o")
 
     normed = rms_norm(x, layer["mlp_norm"], spec.norm_eps)
@@ -141,8 +144,21 @@ def block(
     return x + linear(jax.nn.silu(gate) * up, "down"), kept
 
 
+LINEAR = "linear"
+"""Name of what the remat policy "linear" keeps: outputs of linear layers (adapters included) and of attention."""
+
+TRANSPOSED = "_t"
+"""Suffix of a weight's transpose [L, F, D] in a tree's `layers`: see `dense` and `transposes`."""
+
+
+def transposes(params: Params) -> dict[str, Array]:
+    """The layers' matrices transposed, as arrays of their own, under the names that `block` looks for."""
+    return {name + TRANSPOSED: leaf.swapaxes(1, 2) for name, leaf in params["layers"].items() if leaf.ndim == 3}
+
+
 REMAT_POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "none": None,  # keep every activation
+    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR),  # recompute norms, rope, scores, activation
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keep what the weight GEMMs made
     "full": jax.checkpoint_policies.nothing_saveable,  # keep a layer's input only; one more forward pass
 }

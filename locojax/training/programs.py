@@ -74,18 +74,34 @@ class Outputs(NamedTuple):
     metrics: dict[str, Array]
 
 
-def split(trainable: Tree, frozen: Tree, lora: LoraSpec | None) -> tuple[Tree, Adapters | None]:
+class Fixed(NamedTuple):
+    """What a program reads and gives no gradient: LoRA's base (None in full fine-tuning), and transposed weights.
+
+    `transposes` are those of `decoder.transposes`, or empty; see `dense.dense` for what they are good for.
+    """
+
+    base: Tree
+    transposes: Mapping[str, Array]
+
+
+def split(trainable: Tree, fixed: Fixed, lora: LoraSpec | None) -> tuple[Tree, Adapters | None]:
     """(the model's parameters, adapters): all of it is trained, or adapters are beside a frozen base."""
-    if lora is None:
-        return trainable, None
-    return frozen, Adapters(trainable, jnp.asarray(lora.scale, jnp.float32))
+    params = trainable if lora is None else fixed.base
+    params = {**params, "layers": {**params["layers"], **fixed.transposes}}
+    return params, None if lora is None else Adapters(trainable, jnp.asarray(lora.scale, jnp.float32))
+
+
+@partial(jax.jit, static_argnames=("dtype",))
+def transposed(params: Tree, dtype: str) -> dict[str, Array]:
+    """`decoder.transposes` in the compute dtype."""
+    return {name: leaf.astype(dtype) for name, leaf in decoder.transposes(params).items()}
 
 
 def _logprobs(
-    spec: ProgramSpec, trainable: Tree, frozen: Tree, batch: MicroBatch, temperature: Array
+    spec: ProgramSpec, trainable: Tree, fixed: Fixed, batch: MicroBatch, temperature: Array
 ) -> tuple[Array, Array]:
     """Log-probs [N, K] and entropies [N] at the scored positions."""
-    params, adapters = split(trainable, frozen, spec.lora)
+    params, adapters = split(trainable, fixed, spec.lora)
     dtype = jnp.dtype(spec.compute_dtype)
     hidden, _ = decoder.forward(
         params,
@@ -130,12 +146,12 @@ def _quarantine(logprobs: Array, reads: Array, segments: Array) -> tuple[Array, 
 
 
 def loss_and_outputs(
-    spec: ProgramSpec, loss_name: str, trainable: Tree, frozen: Tree, batch: MicroBatch, options: Options
+    spec: ProgramSpec, loss_name: str, trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options
 ) -> tuple[Array, Outputs]:
     """The micro-batch's summed loss, f32[], and what is reported of each position."""
     loss = LOSSES[loss_name]
     N = batch.tokens.size
-    logprobs, entropy = _logprobs(spec, trainable, frozen, batch, options.temperature)
+    logprobs, entropy = _logprobs(spec, trainable, fixed, batch, options.temperature)
     segments, reads = batch.segments.reshape(-1), batch.reads.reshape(-1)
     on, num_nonfinite = _quarantine(logprobs, reads, segments)
     # Selected before anything is computed from them: whatever the others hold reaches neither loss nor gradient.
@@ -158,7 +174,7 @@ def loss_and_outputs(
 def accumulate(
     trainable: Tree,
     accumulators: Tree,
-    frozen: Tree,
+    fixed: Fixed,
     batch: MicroBatch,
     options: Options,
     *,
@@ -167,17 +183,17 @@ def accumulate(
 ) -> tuple[Tree, Outputs]:
     """Adds the micro-batch's gradient to the fp32 accumulators, which are donated."""
     gradient, outputs = jax.grad(loss_and_outputs, argnums=2, has_aux=True)(
-        spec, loss_name, trainable, frozen, batch, options
+        spec, loss_name, trainable, fixed, batch, options
     )
     return jax.tree.map(jnp.add, accumulators, gradient), outputs
 
 
 @partial(jax.jit, static_argnames=("spec", "loss_name"))
 def score(
-    trainable: Tree, frozen: Tree, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
+    trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
 ) -> Outputs:
     """As `accumulate`, without a gradient."""
-    return loss_and_outputs(spec, loss_name, trainable, frozen, batch, options)[1]
+    return loss_and_outputs(spec, loss_name, trainable, fixed, batch, options)[1]
 
 
 class Hyper(NamedTuple):
