@@ -1,5 +1,10 @@
 """Attention: the plain forms, and the choice of kernel per platform.
 
+The packed form and the decoding form give the same bits in fp32 on CPU, so that trainer and sampler do (a test holds
+them to it). There a GEMM adds its products one after the other, whatever its other dimensions, and a key that isn't
+visible adds an exact 0; so both forms let GEMMs do every sum over keys, in the order of positions, and leave nothing to
+a reduction, whose order depends on the layout.
+
 Shape letters: R rows, T tokens of a row, B decoding slots, H heads, K kv heads, G = H // K, h head dim,
 E prompt entries, P tokens of a prompt entry, C tokens of a slot.
 
@@ -29,6 +34,10 @@ def visible(until: Array, query_start: int | Array, num_queries: int) -> Array:
     return (j <= i)[None] & (i[None] < until[:, None, :])
 
 
+ONES = 16
+"""Columns of ones that a sum over keys is multiplied by. With fewer, XLA's CPU backend sums in another order."""
+
+
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     """q [R,T,H,h], k, v [R,S,K,h], mask bool[R,T,S] -> [R,T,H,h]. Scores and softmax in fp32."""
     R, T, H, h = q.shape
@@ -36,12 +45,35 @@ def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     # Plain batched GEMMs over (row, kv head), a group's query heads stacked: the scores, by far the largest array at
     # hand, then come out of one GEMM and go into the next as they lie, without a transposed copy.
     q = q.reshape(R, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(R, K, H // K * T, h)
-    k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    scores = jnp.matmul(q, k, preferred_element_type=jnp.float32) * h**-0.5
-    scores = jnp.where(mask[:, None, None], scores.reshape(R, K, H // K, T, S), MASKED)
-    probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(R, K, H // K * T, S)
-    out = jnp.matmul(probs, v).reshape(R, K, H // K, T, h)
+    scores = _scores(q, k.transpose(0, 2, 1, 3))
+    scores = jnp.where(mask[:, None, None], scores.reshape(R, K, H // K, T, S), MASKED).reshape(R, K, H // K * T, S)
+    weights = _weights(scores, _top(scores))
+    values, total = _weighted(weights, v.transpose(0, 2, 1, 3))
+    out = (values / total).astype(v.dtype).reshape(R, K, H // K, T, h)
     return out.transpose(0, 3, 1, 2, 4).reshape(R, T, H, h)
+
+
+def _scores(q: Array, k: Array) -> Array:
+    """q [N,K,X,h], k [N,K,S,h] -> fp32 [N,K,X,S]."""
+    return jnp.einsum("nkxh,nksh->nkxs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+
+
+def _top(scores: Array) -> Array:
+    """The maximum over keys, [N,K,X,1]; no gradient passes, as none is needed."""
+    return jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+
+
+def _weights(scores: Array, top: Array) -> Array:
+    """exp(scores - top). The barrier keeps XLA from fusing the maximum's reduction in, which gives exp other bits."""
+    return jnp.exp(scores - jax.lax.optimization_barrier(top))
+
+
+def _weighted(weights: Array, v: Array) -> tuple[Array, Array]:
+    """weights fp32 [N,K,X,S], v [N,K,S,h] -> fp32: weighted values [N,K,X,h], and the sum of weights [N,K,X,1]."""
+    # Behind a barrier, or XLA turns the product with a constant of ones into a reduction.
+    ones = jax.lax.optimization_barrier(jnp.ones((weights.shape[-1], ONES), jnp.float32))
+    values = jnp.einsum("nkxs,nksh->nkxh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return values, jnp.einsum("nkxs,so->nkxo", weights, ones)[..., :1]
 
 
 def packed(q: Array, k: Array, v: Array, until: Array) -> Array:
@@ -91,48 +123,57 @@ def decode_shared(
     own_k: Array,
     own_v: Array,
     own_len: Array,
-) -> Array:
+) -> tuple[Array, Array]:
     """One query a slot over its group's shared prompt and its own tokens, joined as one softmax.
 
     The queries of the slots that share an entry are gathered, so that a prompt is read once for its whole group, in one
-    GEMM; the two parts are joined by their maxima and sums (as in flash attention, Dao et al. 2022).
+    GEMM. In fp32 the sums over the prompt's keys are then continued over the slot's own in a second GEMM, as its first
+    terms with weight 1: the sums are taken in the order in which one GEMM over all keys would take them.
 
     Args:
       q: [B, H, h].
       prompt_k, prompt_v: [E, K, P, h], of which the first prompt_len i32[E] are valid.
       members: i32[E, M], the slots of each entry; B where there are fewer than M.
       entry, rank: i32[B]; slot b is members[entry[b], rank[b]].
-      own_k, own_v: [B, K, C, h], of which the first own_len i32[B] are valid.
+      own_k: [B, K, C, h], of which the first own_len i32[B] are valid.
+      own_v: [B, K, G + C, h]: the first G rows are room for what the prompt's values sum up to.
 
-    Returns: [B, H, h] in q's dtype.
+    Returns: [B, H, h] in q's dtype, and own_v, whose room has been written to: to be kept, so that nothing is copied.
     """
     B, H, h = q.shape
     E, K, P, _ = prompt_k.shape
-    M, G = members.shape[1], H // K
-    gathered = jnp.take(q, members, axis=0, mode="fill", fill_value=0).reshape(E, M, K, G, h)
-    gathered = gathered.swapaxes(1, 2).reshape(E, K, M * G, h)
-    valid = jnp.arange(P, dtype=jnp.int32)[None] < prompt_len[:, None]
-    shared = _partial(gathered, prompt_k, prompt_v, valid)
-    shared_top, shared_sum, shared_values = (part.reshape(E, K, M, G, -1)[entry, :, rank] for part in shared)
+    C, M, G = own_k.shape[2], members.shape[1], H // K
 
-    seen = jnp.arange(own_k.shape[2], dtype=jnp.int32)[None] < own_len[:, None]
-    own_top, own_sum, own_values = _partial(q.reshape(B, K, G, h), own_k, own_v, seen)
+    def to_entries(x: Array) -> Array:
+        """[B, K, G, n] -> [E, K, M*G, n]."""
+        gathered = jnp.take(x, members, axis=0, mode="fill", fill_value=0)
+        return gathered.swapaxes(1, 2).reshape(E, K, M * G, x.shape[-1])
 
-    top = jnp.maximum(shared_top, own_top)
-    a, b = jnp.exp(shared_top - top), jnp.exp(own_top - top)
-    out = (shared_values * a + own_values * b) / (shared_sum * a + own_sum * b)
-    return out.reshape(B, H, h).astype(q.dtype)
+    def to_slots(x: Array) -> Array:
+        """[E, K, M*G, n] -> [B, K, G, n]."""
+        return x.reshape(E, K, M, G, x.shape[-1])[entry, :, rank]
 
-
-def _partial(q: Array, k: Array, v: Array, valid: Array) -> tuple[Array, Array, Array]:
-    """Softmax attention before division: q [N,K,X,h], k, v [N,K,S,h], valid bool[N,S] -> fp32 (maximum [N,K,X,1],
-    sum [N,K,X,1], weighted values [N,K,X,h]). With no valid key the sum is S at a maximum that joining makes vanish."""
-    scores = jnp.einsum("nkxh,nksh->nkxs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-    scores = jnp.where(valid[:, None, None], scores, MASKED)
-    top = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - top)
-    values = jnp.einsum("nkxs,nksh->nkxh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return top, jnp.sum(weights, axis=-1, keepdims=True), values
+    grouped = q.reshape(B, K, G, h)
+    in_prompt = (jnp.arange(P, dtype=jnp.int32)[None] < prompt_len[:, None])[:, None, None]
+    in_own = (jnp.arange(C, dtype=jnp.int32)[None] < own_len[:, None])[:, None, None]
+    prompt_scores = jnp.where(in_prompt, _scores(to_entries(grouped), prompt_k), MASKED)
+    own_scores = jnp.where(in_own, _scores(grouped, own_k), MASKED)
+    top = jnp.maximum(to_slots(_top(prompt_scores)), _top(own_scores))
+    of_prompt = _weighted(_weights(prompt_scores, to_entries(top)), prompt_v)
+    prompt_values, prompt_total = (to_slots(part) for part in of_prompt)
+    own_weights = _weights(own_scores, top)
+    if own_v.dtype != jnp.float32:  # room in the cache's dtype would round the prompt's sums
+        own_values, own_total = _weighted(own_weights, own_v[:, :, G:])
+        values, total = prompt_values + own_values, prompt_total + own_total
+    else:
+        identity = jnp.broadcast_to(jnp.eye(G, dtype=jnp.float32), (B, K, G, G))
+        continued = jnp.concatenate([identity, own_weights], axis=-1)
+        own_v = own_v.at[:, :, :G].set(prompt_values)
+        values = jnp.einsum("bkgs,bksh->bkgh", continued, own_v)
+        ones = jnp.ones((B, K, C, ONES), jnp.float32)
+        started = jnp.concatenate([jnp.broadcast_to(prompt_total, (B, K, G, ONES)), ones], axis=2)
+        total = jnp.einsum("bkgs,bkso->bkgo", continued, started)[..., :1]
+    return (values / total).reshape(B, H, h).astype(q.dtype), own_v
 
 
 def decode_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Array:
@@ -146,5 +187,6 @@ def decode_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Arr
     gathered = jnp.take(pages, table, axis=0, mode="clip")  # [B, W, page, 2K, h]
     gathered = gathered.reshape(B, -1, K, 2, h).transpose(3, 0, 2, 1, 4)
     valid = jnp.arange(gathered.shape[3], dtype=jnp.int32)[None] < num_tokens[:, None]
-    _, total, values = _partial(q.reshape(B, K, H // K, h), gathered[0], gathered[1], valid)
+    scores = jnp.where(valid[:, None, None], _scores(q.reshape(B, K, H // K, h), gathered[0]), MASKED)
+    values, total = _weighted(_weights(scores, _top(scores)), gathered[1])
     return (values / total).reshape(B, H, h).astype(q.dtype)

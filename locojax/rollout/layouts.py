@@ -85,14 +85,16 @@ class Layout(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Contiguous:
-    """A layer is (prompt_k, prompt_v [E,K,P,h], own_k, own_v [B,K,C,h])."""
+    """A layer is (prompt_k, prompt_v [E,K,P,h], own_k [B,K,C,h], own_v [B,K,G+C,h]); see `attention.decode_shared`."""
 
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
         K, h = spec.num_kv_heads, spec.head_dim
         prompt = (shape.entries, K, shape.prompt_capacity, h)
-        own = (shape.rows, K, shape.capacity, h)
+        own_k = (shape.rows, K, shape.capacity, h)
+        own_v = (shape.rows, K, spec.num_heads // K + shape.capacity, h)
+        shapes = (prompt, prompt, own_k, own_v)
         return {
-            "layers": [tuple(jnp.zeros(s, dtype) for s in (prompt, prompt, own, own)) for _ in range(spec.num_layers)],
+            "layers": [tuple(jnp.zeros(s, dtype) for s in shapes) for _ in range(spec.num_layers)],
             "last": jnp.zeros((shape.entries, spec.hidden_size), dtype),
         }
 
@@ -105,7 +107,11 @@ class Contiguous:
         layers = []
         for prompt_k, prompt_v, own_k, own_v in cache["layers"]:
             prompts = [_resize(x, None, shape.entries, shape.prompt_capacity) for x in (prompt_k, prompt_v)]
-            owns = [_resize(x, source, shape.rows, shape.capacity) for x in (own_k, own_v)]
+            room = own_v.shape[2] - own_k.shape[2]
+            owns = [
+                _resize(own_k, source, shape.rows, shape.capacity),
+                _resize(own_v, source, shape.rows, room + shape.capacity),
+            ]
             layers.append((*prompts, *owns))
         last = cache["last"]
         if last.shape[0] != shape.entries:
@@ -144,8 +150,9 @@ class Contiguous:
         prompt_k, prompt_v, own_k, own_v = layer
         rows = jnp.arange(q.shape[0], dtype=jnp.int32)
         own_k = own_k.at[rows, :, own].set(_storable(k, own_k.dtype), mode="drop")
-        own_v = own_v.at[rows, :, own].set(_storable(v, own_v.dtype), mode="drop")
-        out = attention.decode_shared(
+        room = own_v.shape[2] - own_k.shape[2]
+        own_v = own_v.at[rows, :, room + own].set(_storable(v, own_v.dtype), mode="drop")
+        out, own_v = attention.decode_shared(
             q, prompt_k, prompt_v, tables.entry_len, tables.members, tables.entry, tables.rank, own_k, own_v, own + 1
         )
         return out, (prompt_k, prompt_v, own_k, own_v)
