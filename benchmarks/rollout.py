@@ -146,7 +146,7 @@ def parts(dtype: Any) -> dict[str, float]:
     )
     return {
         "attention": seconds(lambda: attend(own)) / len(own) * SMOLLM2.num_layers * 1e3,
-        "sampling": seconds(lambda: sample(logits, rows)) * 1e3,
+        "sampling": seconds(lambda: sample(logits, rows, truncates=False)) * 1e3,
     }
 
 
@@ -196,9 +196,10 @@ def describe(name: str, result: dict[str, Any]) -> None:
     for workload in ("group", "ragged", "single"):
         r = result[workload]
         share = f" ({r['tokens_per_second'] / result['bound']:.0%} of the bound)" if workload == "group" else ""
-        print(f"  {workload}: {r['tokens_per_second']:.0f} tokens/s{share}, {r['iteration_ms']:.1f} ms an iteration, host "
-              f"{r['host_ms_per_iteration']:.2f} ms, prefill {r['prefill_seconds']:.2f} s, occupancy "
-              f"{r['occupancy']:.0%}, {r['recompiled']} recompilations, first run {r['cold_seconds']:.0f} s")  # fmt: skip
+        print(f"  {workload}: {r['tokens_per_second']:.0f} tokens/s{share}, {r['iteration_ms']:.1f} ms an iteration,"
+              f" host {r['host_ms_per_iteration']:.2f} ms, prefill {r['prefill_seconds']:.2f} s,"
+              f" occupancy {r['occupancy']:.0%}, {r['recompiled']} recompilations,"
+              f" first run {r['cold_seconds']:.0f} s")  # fmt: skip
     named = result["gemm_ms"] + sum(result["parts_ms"].values())
     rest = result["group"]["iteration_ms"] - named
     print(f"  an iteration of group: GEMMs {result['gemm_ms']:.0f} ms, "

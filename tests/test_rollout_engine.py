@@ -79,6 +79,18 @@ def test_greedy_follows_the_oracle(settings):
         assert result.completions[0].tokens == tuple(sequence[len(asked.prompt) :])
 
 
+@LAYOUTS
+def test_truncated_and_whole_distributions_share_a_batch(settings):
+    """top_k 1 is argmax; its batch mates are drawn as without it."""
+    plain = batch(count=3, stop=())
+    expected = engine(settings).generate(plain)
+    top = [dataclasses.replace(request(f"k{i}", p, 2, top_k=1, stop=())) for i, p in enumerate(prompts(3))]
+    greedy = [request(f"g{i}", p, 2, temperature=0.0, stop=()) for i, p in enumerate(prompts(3))]
+    mixed = engine(settings).generate([*plain, *top, *greedy])
+    assert_same(mixed[:3], expected)
+    assert tokens_of(mixed[3:6]) == tokens_of(mixed[6:])
+
+
 def test_layouts_agree():
     requests = batch(count=6)
     assert_same(engine(PAGED).generate(requests), engine(SMALL).generate(requests))

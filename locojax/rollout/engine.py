@@ -20,13 +20,12 @@ from locojax.errors import ConfigError, RequestError
 from locojax.models.decoder import Params
 from locojax.models.lora import Adapters
 from locojax.models.spec import ModelSpec
-from locojax.rollout import programs
+from locojax.rollout import programs, sampling
 from locojax.rollout.batch import decode_rows, num_stop_ids
 from locojax.rollout.layouts import Cache
 from locojax.rollout.pages import Moves, Shape
 from locojax.rollout.prefilling import Loaded, Prefiller
 from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
-from locojax.rollout.sampling import key_of
 from locojax.rollout.scheduler import Schedule, Scheduler
 from locojax.rollout.settings import EngineSettings, memory_and_layout
 from locojax.rollout.stats import EngineStats, TokenEvent
@@ -155,7 +154,7 @@ class Engine:
         self._num_added += 1
         stop = StopRule.of(request.params.stop, self._tokens.eos_ids)
         samples = [
-            Sample(request, i, key_of(seed, i), stop, max_tokens, request.prompt, stream)
+            Sample(request, i, sampling.key_of(seed, i), stop, max_tokens, request.prompt, stream)
             for i in range(request.num_samples)
         ]
         self._requests[request.request_id] = _Request(request, samples)
@@ -324,11 +323,12 @@ class Engine:
         tables = self._layout.tables(slots, num_rows, self._shape, max(self._table_width, *groups))
         self._table_width = self._layout.width(tables)
         rows = decode_rows(running, num_rows, self._num_stops, tables)
-        key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width)
+        truncates = any(sampling.truncates(s.request.params) for s in running)
+        key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width, truncates)
         start = time.perf_counter()
         self._cache, tokens, logprobs, gained, num_iterations = self.compiler.call(
             "decode", key, self._loaded.weights, self._loaded.adapters, self._cache, rows,
-            np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32),
+            np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32), truncates=truncates,
         )  # fmt: skip
         tokens, logprobs, gained = np.asarray(tokens), np.asarray(logprobs), np.asarray(gained)
         self._stats.decode_seconds += time.perf_counter() - start

@@ -73,10 +73,11 @@ def decode(
     rows: DecodeRows,
     num_iterations: Array,
     return_at: Array,
+    truncates: bool,
 ) -> tuple[Cache, Array, Array, Array, Array]:
     """First tokens of fresh rows, then iterations of: forward, sample, append, check stops.
 
-    Stops after `num_iterations` i32[], or once no more than `return_at` i32[] rows are alive.
+    Stops after `num_iterations` i32[], or once at most `return_at` i32[] rows are alive. `truncates`: see `sample`.
 
     Returns: cache; tokens i32[K+1, B] and log-probs f32[K+1, B], of which item 0 is the fresh rows'; how many tokens
       each row gained, i32[B].
@@ -87,7 +88,7 @@ def decode(
     def draw(hidden: Array, count: Array) -> tuple[Array, Array]:
         logits = decoder.logits(weights, hidden[:, None], mine)[:, 0]
         sampler = dataclasses.replace(rows.sampler, position=rows.sampler.position + count)
-        return sample(logits, sampler, spec.logprobs_of)
+        return sample(logits, sampler, spec.logprobs_of, truncates)
 
     def still_alive(alive: Array, token: Array, count: Array) -> Array:
         stopped = jnp.any(token[:, None] == rows.stop_ids, axis=-1)

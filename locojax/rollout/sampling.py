@@ -55,6 +55,11 @@ def settings_of(params: SamplingParams) -> tuple[float, int, float, float]:
     return params.temperature, max(params.top_k, 0), params.top_p, params.min_p
 
 
+def truncates(params: SamplingParams) -> bool:
+    """Whether top-k, top-p or min-p is on."""
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
 def block_size(vocab_size: int) -> int:
     """The divisor of the vocabulary nearest to 256, so that no padded copy of the logits is needed; else 256."""
     divisors = [d for d in range(32, 2049) if vocab_size % d == 0]
@@ -140,9 +145,14 @@ def _draw_truncated(scaled: Array, total: Array, truncated: Array, rows: Sampler
     return jax.lax.cond(jnp.any(truncated & ~decided), sort_all, lambda token: token, token)
 
 
-@partial(jax.jit, static_argnames="logprobs_of")
-def sample(logits: Array, rows: SamplerRows, logprobs_of: LogprobsOf = "raw") -> tuple[Array, Array]:
+@partial(jax.jit, static_argnames=("logprobs_of", "truncates"))
+def sample(
+    logits: Array, rows: SamplerRows, logprobs_of: LogprobsOf = "raw", truncates: bool = True
+) -> tuple[Array, Array]:
     """One token a row, and its log-prob. logits f32[B, V] -> i32[B], f32[B].
+
+    `truncates` False promises that no row has top-k, top-p or min-p, and saves two thirds of the time (on CPU even a
+    branch that isn't taken costs a copy of the logits).
 
     `raw` log-probs are of softmax(logits); `tempered` of softmax(logits / temperature), which for argmax (temperature
     0) puts everything on one token: 0. Truncation never changes the log-prob reported.
@@ -174,7 +184,8 @@ def sample(logits: Array, rows: SamplerRows, logprobs_of: LogprobsOf = "raw") ->
         drawn = _draw_truncated(scaled, total, truncated, rows, u)
         return jnp.where(truncated, drawn, token)
 
-    token = jax.lax.cond(jnp.any(truncated), truncate, lambda token: token, token)
+    if truncates:
+        token = jax.lax.cond(jnp.any(truncated), truncate, lambda token: token, token)
 
     best_block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)  # the first of equals, at both levels
     best = best_block * blocks.shape[2] + jnp.argmax(_pick_row(blocks, best_block), axis=-1).astype(jnp.int32)
