@@ -121,7 +121,7 @@ class Rollout:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """All rollouts of one prompt; the unit advantages are computed over. Example: Group(prompt, (rollout0, rollout1))"""
+    """All rollouts of one prompt: what advantages are computed over. Example: Group(prompt, (rollout0, rollout1))"""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]

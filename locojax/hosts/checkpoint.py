@@ -1,6 +1,6 @@
 """Checkpoints of a run: written in the background, whole or absent, the last few and the best kept.
 
-A checkpoint holds the trainer's state (weights, optimizer, version) and the `Position` from which a run goes on. What is
+A checkpoint holds the trainer's state (weights, optimizer, version) and the `Position` that a run goes on from. What is
 drawn at random is a function of (run seed, step, prompt, sample), so the position is all there is to remember of it.
 """
 
@@ -128,6 +128,12 @@ class Checkpoints:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             return self._manager.restore(step, args=args)["state"]
 
+    def restore_as_saved(self) -> dict[str, Any]:
+        """The newest checkpoint's state as it was written: for reading one without a trainer."""
+        step = self._newest()
+        with _reporting(self.folder, "read"):
+            return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
+
     def close(self) -> None:
         """Waits for what is being written, and lets go of the folder."""
         self.wait()
@@ -149,7 +155,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def _reporting(folder: pathlib.Path, what: str) -> Iterator[None]:
-    """Turns a storage failure into a CheckpointError. tensorstore reports a full disk as ValueError, in its text only."""
+    """Turns a storage failure into a CheckpointError; a full disk is told by tensorstore as ValueError, in its text."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, KeyError) as error:

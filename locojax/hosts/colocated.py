@@ -178,6 +178,8 @@ class Loop:
             reason = "no group's rewards differ, so there was nothing to learn from"
             return learning.Trained(OptimStepResult(False, version, {}, reason), (), learning.gap((), ()))
         self._num_idle_steps = 0
+        if config.loss.kl_coefficient > 0:
+            lesson = learning.with_reference(lesson, self._worker.reference_logprobs(lesson.data), config)
         results, gap, update = [], learning.gap((), ()), None
         parts = learning.substeps(lesson.data, config.training.substeps)
         for index, data in enumerate(parts):

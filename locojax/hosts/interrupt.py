@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 class Interrupts:
     """While open, the first SIGINT or SIGTERM is kept until `check`; a second SIGINT acts at once.
 
-    An update cut in half could not be resumed from, so the loop asks between its parts instead of being torn out of one.
+    An update cut in half could not be resumed from, so the loop asks between its parts instead of being torn out.
     Outside the main thread, where Python delivers no signals, it does nothing.
 
     Example:

@@ -15,6 +15,7 @@ from locojax.hosts.mismatch import Mismatch, mismatch
 from locojax.hosts.phases import StepAccount
 from locojax.rl.advantages import AdvantageResult, advantages
 from locojax.rl.datums import DatumStats, group_datums, sum_stats
+from locojax.training.kl import kl_in_reward
 from locojax.types import AdamParams, Datum, Group, OptimStepResult
 
 EXTRA_SUMS = ("entropy", "kl", "num_clipped", "num_nonfinite", "num_computed_tokens", "num_datum_tokens")
@@ -65,6 +66,29 @@ def _divided(datum: Datum, denominator: float) -> Datum:
     for name in ("advantages", "weights"):
         inputs[name] = inputs[name] / np.float32(denominator)
     return Datum(datum.tokens, inputs)
+
+
+def with_reference(learned: Lesson, reference: Sequence[np.ndarray], config: Config) -> Lesson:
+    """The lesson with a KL term to the reference policy, whose log-probs of each datum's targets are given.
+
+    In the reward, the estimate is taken off the advantages; in the loss, the reference is handed to the loss.
+    """
+    loss, data = config.loss, []
+    for datum, ref_logprobs in zip(learned.data, reference, strict=True):
+        inputs = dict(datum.inputs)
+        if loss.kl_in == "loss":
+            inputs["ref_logprobs"] = ref_logprobs
+        else:
+            inputs["advantages"] = kl_in_reward(
+                inputs["advantages"],
+                inputs["logprobs"],
+                ref_logprobs,
+                inputs["weights"],
+                kind=loss.kl,
+                coefficient=loss.kl_coefficient / learned.denominator,
+            )
+        data.append(Datum(datum.tokens, inputs))
+    return dataclasses.replace(learned, data=tuple(data))
 
 
 def loss_config(config: Config, denominator: float) -> dict[str, Any]:

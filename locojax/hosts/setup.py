@@ -98,7 +98,7 @@ def describe(config: Config) -> tuple[Config, list[tuple[str, str]]]:
     total = num_parameters(spec)
     trained = total if lora is None else count_parameters(adapter_parameters(spec, lora))
     rows = [
-        ("model", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, vocabulary {spec.vocab_size:,}"),
+        ("model", f"{spec.family}, {spec.num_layers} layers, hidden {spec.hidden_size}, vocab {spec.vocab_size:,}"),
         ("parameters", f"{total:,}"),
         ("trained", f"{trained:,} ({100 * trained / total:.2f} %)"),
         ("training prompts", f"{len(prepared.train):,}, dropped {len(prepared.dropped):,}"),

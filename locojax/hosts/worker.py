@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from locojax.config import Config
 from locojax.hosts.phases import Phase
 from locojax.models.hub import LoadedModel
@@ -68,6 +70,7 @@ class HostWorker:
                 rows=int(training.rows),
                 compute_dtype=training.compute_dtype,
                 remat=training.remat,
+                keep_reference=config.loss.kl_coefficient > 0,
             ),
             lora=lora_spec(config),
             seed=config.run.seed,
@@ -109,9 +112,15 @@ class HostWorker:
         for request in requests:
             self.engine.abort(request.request_id)
 
-    def forward_backward(self, data: Sequence[Datum], loss: str, loss_config: Mapping[str, Any]) -> ForwardBackwardResult:
+    def forward_backward(
+        self, data: Sequence[Datum], loss: str, loss_config: Mapping[str, Any]
+    ) -> ForwardBackwardResult:
         """Adds the gradient of the summed loss; log-probs are returned where the loss reads them."""
         return self.trainer.forward_backward(data, loss, loss_config, score="active")
+
+    def reference_logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Of each datum's sampled tokens, under the policy that training started from."""
+        return self.trainer.reference_logprobs(data)
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
         """Applies the accumulated gradient."""

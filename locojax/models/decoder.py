@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from locojax.models import attention
 from locojax.models.dense import dense
@@ -43,7 +44,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
     """f32[h/2] inverse frequencies after scaling; computed once, on the host, in float64.
 
-    Sources: linear: Chen et al. 2023; llama3: the Llama 3.1 reference code's bands; yarn: Peng et al. 2023 (NTK by parts).
+    Sources: linear: Chen et al. 2023; llama3: Llama 3.1's bands; yarn: Peng et al. 2023 (NTK by parts).
     """
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     base = 1.0 / rope.theta**exponent
@@ -172,7 +173,7 @@ def forward(
     until: Array,
     *,
     adapters: Adapters | None = None,
-    dtype: jnp.dtype | type = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     keep_kv: bool = False,
 ) -> tuple[Array, tuple[Array, Array] | None]:
@@ -199,7 +200,7 @@ def run_layers(
     attend: Attend,
     *,
     adapters: Adapters | None,
-    dtype: jnp.dtype | type,
+    dtype: DTypeLike,
     remat: str = "none",
 ) -> tuple[Array, Any]:
     """Embeds, scans the stacked layers with `attend`, and applies the final norm. `kept` is stacked over layers."""
@@ -225,7 +226,7 @@ def run_layers_unrolled(
     attends: Sequence[Attend],
     *,
     adapters: Adapters | None,
-    dtype: jnp.dtype | type,
+    dtype: DTypeLike,
 ) -> tuple[Array, list[Any]]:
     """As `run_layers`, for a tree whose `layers` is a sequence of L unstacked layers, each with its own `attend`.
 
@@ -242,7 +243,7 @@ def run_layers_unrolled(
     return rms_norm(x, params["final_norm"], spec.norm_eps), kept
 
 
-def embed(params: Params, tokens: Array, dtype: jnp.dtype | type) -> Array:
+def embed(params: Params, tokens: Array, dtype: DTypeLike) -> Array:
     """i32[R, T] -> [R, T, D]."""
     return params["embed"][tokens].astype(dtype)
 
@@ -261,7 +262,7 @@ def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> A
     return out
 
 
-def unstack(params: Params, spec: ModelSpec, dtype: jnp.dtype | type) -> dict[str, Any]:
+def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
     """The tree decoding wants: layers as a list, cast once, and the head as its own contiguous [D, V].
 
     Weights that read the same input are joined along their outputs: at decoding's few rows, one wide GEMM runs at up to

@@ -1,8 +1,8 @@
 """Low-rank adapters (Hu et al. 2021) as a pytree of their own, beside a frozen base.
 
 An adapter is `{module: {"a": [L, in, r], "b": [L, r, out]}}` for the modules of the layers, and `"head": {"a": [D, r],
-"b": [r, V]}`. Many adapters are the same tree with one more axis, N, *after* the layer axis (`[L, N, in, r]`; the head's
-comes first, `[N, D, r]`), so that a scan over layers still slices the leading one; a row's index then picks its adapter.
+"b": [r, V]}`. Many adapters are the same tree with one more axis, N, *after* the layer axis (`[L, N, in, r]`; in the
+head it comes first, `[N, D, r]`), so that a scan over layers slices the leading one; a row's index picks its adapter.
 The scale is applied to `x @ a`, never folded into the weights, so that a rank or alpha can't be lost on the way.
 """
 

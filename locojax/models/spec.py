@@ -1,4 +1,4 @@
-"""What a model is: its dimensions and options, read from a Hugging Face config.json, and every parameter, declared once.
+"""What a model is: dimensions and options, read from a Hugging Face config.json, and every parameter, declared once.
 
 Shape letters: L layers, D hidden, H heads, K kv heads, h head dim, F ffn, V vocab.
 Weights are `[in, out]`, so that applying one is `x @ w`. Layers are stacked on a leading L axis.
@@ -192,7 +192,7 @@ def _rope(config: Mapping[str, Any], max_context: int) -> RopeSpec:
 
 
 def _attention_factor(kind: str, factor: float, given: Mapping[str, Any]) -> float:
-    """YaRN's attention temperature (Peng et al. 2023, eq. 22; mscale variant: DeepSeek-V2), as transformers computes it."""
+    """YaRN's attention temperature (Peng et al. 2023, eq. 22; mscale variant: DeepSeek-V2), as in transformers."""
     if kind != "yarn":
         return 1.0
     if given.get("attention_factor") is not None:
@@ -215,7 +215,7 @@ class Parameter:
 
 
 def parameters(spec: ModelSpec) -> dict[str, Any]:
-    """Every parameter of the model as a nested dict of `Parameter`; the one place that says what the tree looks like."""
+    """Every parameter of the model as a nested dict of `Parameter`: the one place that says what there is."""
     L, D, F, V = spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size
     Q, KV, h = spec.q_size, spec.kv_size, spec.head_dim
     layers: dict[str, Parameter] = {

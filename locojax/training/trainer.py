@@ -39,6 +39,8 @@ Score = Literal["all", "active"]
 """Where log-probs are returned: `all` positions, or only those whose loss isn't 0 by its inputs (others: 0).
 `active` is cheaper: the head runs, and data are computed, only where they matter. The gradient is the same."""
 
+What = Literal["gradient", "forward", "reference"]
+
 Phase = Callable[[Literal["pack", "train"]], AbstractContextManager[None]]
 
 
@@ -54,6 +56,7 @@ class TrainerSettings:
       tile_tokens: positions the head works on at a time; its logits take tile_tokens x vocabulary x 4 bytes.
       share_prefixes: compute what sequences of a call have in common once.
       with_entropy: report the entropy of the next-token distribution.
+      keep_reference: keep the first weights, in the compute dtype, for `Trainer.reference_logprobs`.
       keep_transposes: keep the layers' weights transposed as well, for the backward pass: on CPU it runs up to twice as
         fast for the memory of one more copy in the compute dtype. auto: on CPU only.
     """
@@ -65,6 +68,7 @@ class TrainerSettings:
     tile_tokens: int = 512
     share_prefixes: bool = True
     with_entropy: bool = True
+    keep_reference: bool = False
     keep_transposes: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -113,6 +117,9 @@ class Trainer:
         else:
             self._trainable = lora_module.init_adapter(spec, lora, seed)
             self._frozen = _copied(params, jnp.dtype(dtype))
+        self._reference: Tree = None
+        if settings.keep_reference and lora is None:
+            self._reference = _copied(params, jnp.dtype(dtype))
         self._optimizer = programs.init_optimizer(self._trainable)
         keep = settings.keep_transposes
         self._keep_transposes = jax.default_backend() == "cpu" if keep == "auto" else keep
@@ -162,7 +169,7 @@ class Trainer:
           RequestError: the loss, a setting of it or a datum is malformed, or there are no data.
           CapacityError: a datum is longer than a row.
         """
-        return self._run(data, loss, loss_config, score, with_gradient=True)
+        return self._run(data, loss, loss_config, score, "gradient")
 
     def forward(
         self,
@@ -173,7 +180,22 @@ class Trainer:
         score: Score = "all",
     ) -> ForwardBackwardResult:
         """As `forward_backward`, leaving the gradient alone."""
-        return self._run(data, loss, loss_config, score, with_gradient=False)
+        return self._run(data, loss, loss_config, score, "forward")
+
+    def reference_logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Log-probs of each datum's targets under the weights that the trainer was made with; 0 where `weights` is 0.
+
+        With LoRA those are the base's, without the adapter. Full fine-tuning needs `settings.keep_reference`.
+
+        Raises:
+          ConfigError: the reference wasn't kept.
+        """
+        if self.lora is None and self._reference is None:
+            raise ConfigError(
+                "The trainer keeps no reference policy", remedy="Make it with TrainerSettings(keep_reference=True)"
+            )
+        result = self._run(data, "cross_entropy", None, "active", "reference")
+        return [output["logprobs"] for output in result.outputs]
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
         """One AdamW step on the accumulated gradient, which is cleared whether it could be applied or not.
@@ -238,8 +260,7 @@ class Trainer:
         loss_name: str,
         loss_config: LossConfig | None,
         score: Score,
-        *,
-        with_gradient: bool,
+        what: What,
     ) -> ForwardBackwardResult:
         loss = find_loss(loss_name)
         options = read_options(loss, loss_config)
@@ -248,10 +269,10 @@ class Trainer:
             packed = self._pack(checked, score)
             batches = _micro_batches(packed, checked, score)
         with self._phase("train"):
-            outputs = [self._compute(batch, options, loss, with_gradient) for batch in batches]
+            outputs = [self._compute(batch, options, loss, what) for batch in batches]
             outputs = jax.device_get(outputs)  # waits for all of them
         result = _assemble(packed, checked, outputs, self.settings.with_entropy)
-        if with_gradient:
+        if what == "gradient":
             self._num_accumulated += int(result.metrics["num_tokens:sum"])
         return result
 
@@ -267,9 +288,13 @@ class Trainer:
             skip=None if scores_all else [not datum.reads.any() for datum in checked],
         )
 
-    def _compute(self, batch: MicroBatch, options: Options, loss: Loss, with_gradient: bool) -> programs.Outputs:
+    def _compute(self, batch: MicroBatch, options: Options, loss: Loss, what: What) -> programs.Outputs:
         static = {"spec": self.program, "loss_name": loss.name}
-        if not with_gradient:
+        if what == "reference":
+            base = self._frozen if self._reference is None else self._reference
+            static["spec"] = dataclasses.replace(self.program, lora=None)
+            return programs.score(base, Fixed(None, {}), batch, options, **static)
+        if what == "forward":
             return programs.score(self._trainable, Fixed(self._frozen, {}), batch, options, **static)
         if self._accumulators is None:
             self._accumulators = jax.tree.map(jnp.zeros_like, self._trainable)
