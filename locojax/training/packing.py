@@ -57,7 +57,9 @@ class Packed:
         flat = np.zeros((self.tokens.size, *trailing), dtype)
         for where, value in zip(self.index, values, strict=True):
             if where.size:
-                flat[(where, *map(slice, value.shape[1:]))] = value
+                narrow = flat[where]
+                narrow[(slice(None), *(slice(size) for size in value.shape[1:]))] = value
+                flat[where] = narrow
         return flat.reshape(*self.tokens.shape, *trailing)
 
     def gather(self, flat: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:

@@ -26,8 +26,8 @@ from locojax.training.losses import LOSSES, Options
 Tree = Any
 """A pytree of arrays."""
 
-HostOrDevice = Array | np.ndarray
-"""Packed on the host; an array of the device inside a program."""
+HostOrDevice = Any
+"""A numpy array, packed on the host; inside a program, jax's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ def transposed(params: Tree, dtype: str) -> dict[str, Array]:
 
 
 def _logprobs(
-    spec: ProgramSpec, trainable: Tree, fixed: Fixed, batch: MicroBatch, temperature: Array
+    spec: ProgramSpec, trainable: Tree, fixed: Fixed, batch: MicroBatch, temperature: Array | float
 ) -> tuple[Array, Array]:
     """Log-probs [N, K] and entropies [N] at the scored positions."""
     params, adapters = split(trainable, fixed, spec.lora)
@@ -219,7 +219,7 @@ class Updated(NamedTuple):
 
 def init_optimizer(trainable: Tree) -> optax.ScaleByAdamState:
     """Adam's state of a tree of weights, all zero."""
-    return optax.scale_by_adam().init(trainable)  # type: ignore[return-value]
+    return optax.scale_by_adam().init(trainable)
 
 
 @partial(jax.jit, donate_argnames=("trainable", "optimizer", "accumulators"))
