@@ -129,14 +129,18 @@ def parts(dtype: Any) -> dict[str, float]:
     """Milliseconds an iteration of what isn't a matrix product, at 128 rows, 16 prompts of 64, 64 own tokens."""
     K, h = SMOLLM2.num_kv_heads, SMOLLM2.head_dim
     q = draw(0, ROWS, SMOLLM2.num_heads, h, dtype=dtype)
-    prompt, own = draw(1, 16, K, 64, h, dtype=dtype), [draw(i, ROWS, K, 64, h, dtype=dtype) for i in range(8)]
+    G = SMOLLM2.num_heads // K
+    prompt, own_k = draw(1, 16, K, 64, h, dtype=dtype), draw(2, ROWS, K, 64, h, dtype=dtype)
+    own = [draw(i, ROWS, K, G + 64, h, dtype=dtype) for i in range(8)]
     row = jnp.arange(ROWS, dtype=jnp.int32)
     full = jnp.full(ROWS, 64, jnp.int32)
 
     @jax.jit
     def attend(own: list[jax.Array]) -> list[jax.Array]:
         return [
-            attention.decode_shared(q, prompt, prompt, full[:16], row.reshape(16, 8), row // 8, row % 8, x, x, full)
+            attention.decode_shared(
+                q, prompt, prompt, full[:16], row.reshape(16, 8), row // 8, row % 8, own_k, x, full
+            )[0]
             for x in own
         ]
 

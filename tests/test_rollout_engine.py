@@ -327,6 +327,18 @@ def test_ragged_waves_compile_nothing_after_a_warm_up(settings):
     assert made.stats().num_compilations == compiled
 
 
+def test_a_wave_compiles_the_same_whatever_came_before():
+    made = engine(share=False)
+    small = [request("a", (4, 5), max_tokens=60, stop=())]
+    made.generate(small)
+    made.generate(batch(count=5, max_tokens=60, stop=()))
+    once = made.stats().num_compilations
+    for i in range(2):
+        made.load(weights(), version=i)
+        made.generate(small)
+    assert made.stats().num_compilations == once
+
+
 def test_a_recompilation_is_counted():
     made = engine(share=False)
     made.generate([request("a", (4, 5))])

@@ -259,8 +259,8 @@ class ContiguousMemory:
     def close_slot(self, slot: SlotBlock) -> None:
         self.rows.remove(slot)
         slot.prompt.users -= 1
-        if not self.rows.blocks:
-            self._capacity = 0
+        if not self.rows.blocks:  # the next wave starts from nothing, or its shapes would depend on the last one's
+            self._capacity = self.rows.num_rows = 0
 
     def headroom(self, num_stored: int) -> int:
         return max(self._capacity - num_stored, 0)
@@ -286,7 +286,7 @@ class ContiguousMemory:
             capacity = jump if shape.num_tokens <= self.max_tokens else capacity
         self._capacity = capacity
         shape = Shape(self._entries, self._prompt_capacity, self.rows.num_rows, capacity)
-        if shape == self.shape and source is None:
+        if shape == self.shape and (source is None or before == 0):  # rows that were empty hold nothing to move
             return None
         self.shape = shape
         return Moves(shape, None if source is None else tuple(source))
