@@ -106,9 +106,10 @@ class TrainingConfig:
     )
     row_tokens: int | Auto = setting("auto", "Length of a packed row, in tokens.", low=2)
     rows: int | Auto = setting("auto", "Packed rows per micro-batch: rows x row_tokens is the token budget.", low=1)
-    remat: Literal["auto", "none", "dots", "full"] = setting(
+    remat: Literal["auto", "none", "linear", "dots", "full"] = setting(
         "auto",
-        "Kept for the backward pass: none: all. dots: the weight products' results. full: each layer's input only.",
+        "What the backward pass recomputes. none: nothing. linear: what is cheap. dots: all but weight products. "
+        "full: all but each layer's input.",
     )
     advantage: Literal["mean", "std", "rloo"] = setting(
         "mean",
@@ -287,13 +288,14 @@ def resolve(
     longest = min(longest_prompt + rollout.max_tokens, context)
     on_cpu = platform == "cpu"
     dtype = _unless_set(training.compute_dtype, auto_dtype or ("float32" if on_cpu else "bfloat16"))
-    # Attention in a row costs the square of its length where no kernel skips other segments: on CPU, keep rows short.
-    short, long = _round_up(longest, 64), max(4096, _round_up(longest, 128))
+    # Attention in a row costs the square of its length where no kernel skips other segments, so on CPU rows are short;
+    # but sequences share what they have in common only within a row, so it holds a few of them.
+    short, long = _round_up(max(longest, min(4 * longest, 512)), 64), max(4096, _round_up(longest, 128))
     row_tokens = _unless_set(training.row_tokens, short if on_cpu else long)
     if row_tokens < longest:
         problem = "Setting 'training.row_tokens' is too small for the longest prompt and completion"
         raise ConfigError(problem, got=row_tokens, expected=f"at least {longest}")
-    budget = 2048 if on_cpu else 16384
+    budget = 1024 if on_cpu else 16384
     slots = min(_power_of_two(config.run.prompts_per_step * rollout.group_size), 128 if on_cpu else 512)
     values: dict[str, Any] = {
         "model.max_context": context,
@@ -303,7 +305,7 @@ def resolve(
         "training.compute_dtype": dtype,
         "training.row_tokens": row_tokens,
         "training.rows": _unless_set(training.rows, max(1, budget // row_tokens)),
-        "training.remat": _unless_set(training.remat, "none" if on_cpu else "full"),
+        "training.remat": _unless_set(training.remat, "linear" if on_cpu else "full"),
     }
     return settings.replace(config, values)
 

@@ -113,9 +113,13 @@ class Loop:
         """The steps that are left. A checkpoint is written at the end, and when the run is interrupted."""
         run_config = self.config.run
         self._worker.publish()
+        self._progress.begin("compile", "prefill and decode")
+        start = time.perf_counter()
+        held_out = self._prepared.held_out if self._evaluates else ()
+        num_programs = self._generation.warm_up(self._prepared.train, held_out)
+        self._progress.note(f"{num_programs} sampling programs ready in {time.perf_counter() - start:.0f} s")
         try:
             if self.position.next_step == 0 and self._evaluates:
-                self._progress.begin("compile", "prefill and decode")
                 accuracy = self._evaluate(0)
                 self.position = Position(0, accuracy, accuracy)
                 self._progress.note(f"held-out accuracy {accuracy:.2f} before training")

@@ -39,13 +39,34 @@ class Generation:
         self._worker, self._grader, self._config = worker, grader, config
         self._timer, self._check = timer, check
 
+    def warm_up(self, train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
+        """Compiles what the run's batches need, seen on its longest prompts; returns the number of programs."""
+        longest = sorted(train, key=lambda prompt: -len(prompt.tokens))[: self._config.run.prompts_per_step]
+        count = self._worker.warm_up(self._training_requests(longest, 0))
+        return count + (self._worker.warm_up(self._greedy_requests(held_out)) if held_out else 0)
+
     def rollouts(self, prompts: Sequence[Prompt], step_index: int, show: Show) -> Generated:
         """One training step's groups. Seeds follow from (run seed, step, prompt): order and host don't matter."""
-        rollout = self._config.rollout
         with self._timer.phase("admit"):
-            requests = []
-            for prompt in prompts:
-                params = SamplingParams(
+            requests = self._training_requests(prompts, step_index)
+        return self._generate(requests, prompts, show)
+
+    def accuracy(self, prompts: Sequence[Prompt], show: Show) -> float:
+        """Mean reward of one greedy completion of each prompt; NaN if none could be scored."""
+        with self._timer.phase("evaluate"):
+            groups = self._generate(self._greedy_requests(prompts), prompts, show).groups
+            self._worker.forget_prompts()  # or a step that follows would need programs of another size
+        rewards = [group.rollouts[0].reward.value for group in groups]
+        scored = [reward for reward in rewards if reward is not None]
+        return statistics.fmean(scored) if scored else float("nan")
+
+    def _training_requests(self, prompts: Sequence[Prompt], step_index: int) -> list[SampleRequest]:
+        rollout = self._config.rollout
+        return [
+            self._request(
+                f"step {step_index}/{prompt.prompt_id}",
+                prompt,
+                SamplingParams(
                     max_tokens=rollout.max_tokens,
                     temperature=rollout.temperature,
                     top_k=rollout.top_k,
@@ -53,32 +74,19 @@ class Generation:
                     min_p=rollout.min_p,
                     stop=rollout.stop,
                     seed=sample_seed(self._config.run.seed, step_index, prompt.prompt_id),
-                )
-                name = f"step {step_index}/{prompt.prompt_id}"
-                requests.append(
-                    SampleRequest(
-                        name,
-                        prompt.tokens,
-                        params,
-                        num_samples=rollout.group_size,
-                        adapter=self._worker.adapter,
-                    )
-                )
-        return self._generate(requests, prompts, show)
+                ),
+                rollout.group_size,
+            )
+            for prompt in prompts
+        ]
 
-    def accuracy(self, prompts: Sequence[Prompt], show: Show) -> float:
-        """Mean reward of one greedy completion of each prompt; NaN if none could be scored."""
+    def _greedy_requests(self, prompts: Sequence[Prompt]) -> list[SampleRequest]:
         rollout = self._config.rollout
         params = SamplingParams(max_tokens=rollout.max_tokens, temperature=0.0, stop=rollout.stop, seed=0)
-        with self._timer.phase("evaluate"):
-            requests = [
-                SampleRequest(f"held out/{prompt.prompt_id}", prompt.tokens, params, adapter=self._worker.adapter)
-                for prompt in prompts
-            ]
-            groups = self._generate(requests, prompts, show).groups
-        rewards = [group.rollouts[0].reward.value for group in groups]
-        scored = [reward for reward in rewards if reward is not None]
-        return statistics.fmean(scored) if scored else float("nan")
+        return [self._request(f"held out/{prompt.prompt_id}", prompt, params, 1) for prompt in prompts]
+
+    def _request(self, name: str, prompt: Prompt, params: SamplingParams, num_samples: int) -> SampleRequest:
+        return SampleRequest(name, prompt.tokens, params, num_samples=num_samples, adapter=self._worker.adapter)
 
     def _generate(self, requests: Sequence[SampleRequest], prompts: Sequence[Prompt], show: Show) -> Generated:
         prompt_of = {request.request_id: prompt for request, prompt in zip(requests, prompts, strict=True)}

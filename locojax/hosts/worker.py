@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import numpy as np
 
 from locojax.config import Config
@@ -13,7 +14,7 @@ from locojax.hosts.phases import Phase
 from locojax.models.hub import LoadedModel
 from locojax.models.lora import LoraSpec
 from locojax.rollout.engine import Engine
-from locojax.rollout.settings import EngineSettings
+from locojax.rollout.settings import EXACT_ROWS, EngineSettings
 from locojax.training.publish import Publisher
 from locojax.training.trainer import Trainer, TrainerSettings
 from locojax.types import (
@@ -82,6 +83,7 @@ class HostWorker:
             EngineSettings(
                 max_context=int(config.model.max_context),
                 max_slots=int(rollout.max_slots),
+                min_rows=EXACT_ROWS if rollout.dtype == "float32" and jax.default_backend() == "cpu" else 1,
                 dtype=rollout.dtype,
                 max_iterations=int(rollout.decode_iterations),
                 kv_bytes=int(memory * GIB),
@@ -100,12 +102,20 @@ class HostWorker:
     def policy_version(self) -> int:
         return self.trainer.policy_version
 
+    def warm_up(self, requests: Sequence[SampleRequest]) -> int:
+        """Compiles what sampling such a batch needs, so that no step does; returns the number of programs."""
+        return self.engine.warm_up(requests)
+
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[SampleResult]:
         """Results as they finish; between two of them the caller may do work of its own, or stop."""
         for request in requests:
             self.engine.add(request)
         while self.engine.num_unfinished:
             yield from self.engine.step()
+
+    def forget_prompts(self) -> None:
+        """Ends what is cached of prompts sampled so far."""
+        self.engine.forget_prompts()
 
     def abort(self, requests: Sequence[SampleRequest]) -> None:
         """Gives up requests that `sample` was called with and whose results are no longer wanted."""

@@ -218,27 +218,36 @@ def run_layers(
     return rms_norm(x, params["final_norm"], spec.norm_eps), kept
 
 
+CachedAttend = Callable[[Any, Array, Array, Array], tuple[Array, Any]]
+"""As Attend, given a layer's cache first; what it keeps is the layer's new cache."""
+
+
 def run_layers_unrolled(
     params: Params,
     spec: ModelSpec,
     tokens: Array,
     positions: Array,
-    attends: Sequence[Attend],
+    attend: CachedAttend,
+    caches: Sequence[Any],
     *,
     adapters: Adapters | None,
     dtype: DTypeLike,
 ) -> tuple[Array, list[Any]]:
-    """As `run_layers`, for a tree whose `layers` is a sequence of L unstacked layers, each with its own `attend`.
+    """As `run_layers`, for a tree whose `layers` is a sequence of L unstacked layers, each with its own cache.
 
     Decoding uses it: a scan would copy each layer's weights and cache out of the stack on every token.
     """
     x = embed(params, tokens, dtype)
     rope = rope_tables(spec.rope, spec.head_dim, positions)
     lora = {} if adapters is None else adapters.split()[0]
+
+    @jax.jit  # traced and lowered once instead of L times; XLA inlines the calls
+    def step(x: Array, layer: Params, layer_lora: Params, cache: Any) -> tuple[Array, Any]:
+        return block(x, layer, spec, rope, partial(attend, cache), layer_lora, adapters)
+
     kept = []
-    for i, (layer, attend) in enumerate(zip(params["layers"], attends, strict=True)):
-        layer_lora = jax.tree.map(lambda leaf, i=i: leaf[i], lora)
-        x, keep = block(x, layer, spec, rope, attend, layer_lora, adapters)
+    for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        x, keep = step(x, layer, jax.tree.map(lambda leaf, i=i: leaf[i], lora), cache)
         kept.append(keep)
     return rms_norm(x, params["final_norm"], spec.norm_eps), kept
 

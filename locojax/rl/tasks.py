@@ -54,7 +54,7 @@ class Generated:
 
 
 def _sum(a: int, b: int) -> Item:
-    return Item(f"{a}+{b}=", str(a + b), f"{min(a, b)}+{max(a, b)}")
+    return Item(f"What is {a} + {b}?", str(a + b), f"{min(a, b)}+{max(a, b)}")
 
 
 def _next(n: int) -> Item:
@@ -89,7 +89,7 @@ def _sort3(random_: random.Random) -> list[Item]:
 
 
 GENERATED: Mapping[str, Generated] = {
-    "addition": Generated(_addition, (_sum(1, 6),), num_train=48, num_held_out=24),
+    "addition": Generated(_addition, (_sum(8, 5), _sum(1, 6)), num_train=72, num_held_out=24),
     "successor": Generated(_successor, (_next(6), _next(41)), num_train=64, num_held_out=32),
     "subtraction2": Generated(
         _subtraction2, (_difference(58, 23), _difference(91, 47)), num_train=512, num_held_out=64

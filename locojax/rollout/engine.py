@@ -241,6 +241,10 @@ class Engine:
                 dry.step()
         return self.compiler.num_compilations - before
 
+    def forget_prompts(self) -> None:
+        """Drops cached prompts, so that what comes next finds the memory as it was at the start."""
+        self._scheduler.drop_prefixes()
+
     def drain(self) -> list[TokenEvent]:
         """What streamed requests have sampled since the last call."""
         events, self._events = self._events, []

@@ -123,14 +123,17 @@ def _lay_out(prompts: Sequence[Sequence[int]], header: int, shape: PrefillShape)
     return Packed(shape, tokens, positions, until, tuple(source))
 
 
-def batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Cuts prompts, in order, into batches of at most `budget` tokens; a longer one is alone and goes in chunks."""
+def batches(lengths: Sequence[int], budget: int, header: int = 0) -> list[list[int]]:
+    """Cuts prompts, in order, into batches that take at most `budget` tokens; a longer one is alone and goes in chunks.
+
+    The first `header` tokens, which all begin with, count once in a batch.
+    """
     out: list[list[int]] = []
     used = 0
     for n, length in enumerate(lengths):
-        if not out or used + length > budget:
+        if not out or used + length - header > budget:
             out.append([])
-            used = 0
+            used = header
         out[-1].append(n)
-        used += length
+        used += length - header
     return out

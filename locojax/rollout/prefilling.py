@@ -12,7 +12,7 @@ from locojax.models.lora import Adapters
 from locojax.rollout import programs
 from locojax.rollout.layouts import Cache, Layout
 from locojax.rollout.pages import Shape, power_of_two
-from locojax.rollout.prefill import batches, pack
+from locojax.rollout.prefill import batches, common_header, pack
 from locojax.rollout.scheduler import NewPrompt
 
 SCORE_TILE = 64
@@ -58,7 +58,8 @@ class Prefiller:
         scores: dict[str, PromptScores] = {}
         for adapter in dict.fromkeys(p.adapter for p in prompts):
             ours = [p for p in prompts if p.adapter == adapter]
-            for batch in batches([len(p.tokens) for p in ours], self._budget):
+            header = common_header([p.tokens for p in ours])
+            for batch in batches([len(p.tokens) for p in ours], self._budget, header):
                 chosen = [ours[n] for n in batch]
                 if len(chosen) == 1 and len(chosen[0].tokens) > self._budget:
                     cache, hidden = self._chunks(loaded, cache, shape, chosen[0], keep)

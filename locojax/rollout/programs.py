@@ -112,16 +112,13 @@ def decode(
     def iterate(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, layers, token, own, alive, count, tokens, logprobs = carry
 
-        def attend_with(layer: Any) -> decoder.Attend:
-            def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-                out, kept = spec.layout.decode(layer, rows.tables, own, q[:, 0], k[:, 0], v[:, 0])
-                return out[:, None], kept
-
-            return attend
+        def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+            out, kept = spec.layout.decode(layer, rows.tables, own, q[:, 0], k[:, 0], v[:, 0])
+            return out[:, None], kept
 
         positions = (rows.tables.prompt_len + own)[:, None]
         hidden, layers = decoder.run_layers_unrolled(
-            weights, spec.model, token[:, None], positions, [attend_with(layer) for layer in layers],
+            weights, spec.model, token[:, None], positions, attend, layers,
             adapters=mine, dtype=spec.dtype,
         )  # fmt: skip
         drawn, logprob = draw(hidden[:, 0], count)
@@ -154,15 +151,12 @@ def prefill(
     """
     tokens, positions, until = packed
 
-    def attend_with(layer: Any) -> decoder.Attend:
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            flat_k, flat_v = (x.reshape(-1, *x.shape[2:])[source] for x in (k, v))
-            return attention.packed(q, k, v, until), spec.layout.store(layer, to, flat_k, flat_v)
-
-        return attend
+    def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        flat_k, flat_v = (x.reshape(-1, *x.shape[2:])[source] for x in (k, v))
+        return attention.packed(q, k, v, until), spec.layout.store(layer, to, flat_k, flat_v)
 
     hidden, layers = decoder.run_layers_unrolled(
-        weights, spec.model, tokens, positions, [attend_with(layer) for layer in cache["layers"]],
+        weights, spec.model, tokens, positions, attend, cache["layers"],
         adapters=pick_adapters(adapters, adapter), dtype=spec.dtype,
     )  # fmt: skip
     hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -187,17 +181,14 @@ def prefill_chunk(
     """
     T = tokens.shape[1]
 
-    def attend_with(layer: Any) -> decoder.Attend:
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            context_k, context_v = spec.layout.stored(layer, to)
-            out = attention.chunk_with_context(q, k, v, context_k, context_v, start[None])
-            return out, spec.layout.store(layer, to, k, v, start)
-
-        return attend
+    def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        context_k, context_v = spec.layout.stored(layer, to)
+        out = attention.chunk_with_context(q, k, v, context_k, context_v, start[None])
+        return out, spec.layout.store(layer, to, k, v, start)
 
     positions = start + jnp.arange(T, dtype=jnp.int32)[None]
     hidden, layers = decoder.run_layers_unrolled(
-        weights, spec.model, tokens, positions, [attend_with(layer) for layer in cache["layers"]],
+        weights, spec.model, tokens, positions, attend, cache["layers"],
         adapters=pick_adapters(adapters, adapter), dtype=spec.dtype,
     )  # fmt: skip
     last = jax.lax.dynamic_index_in_dim(hidden[0], num_valid - 1, keepdims=True)

@@ -13,6 +13,10 @@ from locojax.rollout.layouts import Contiguous, Layout, Paged
 from locojax.rollout.pages import ContiguousMemory, KvMemory, PagedMemory
 from locojax.types import LogprobsOf
 
+EXACT_ROWS = 64
+"""From so many rows up, XLA's fp32 GEMMs on CPU sum in one order whatever their number of rows, so that a sampled
+token's log-prob has the very bits that the trainer computes for it. With fewer they differ by about 5e-6 nats."""
+
 
 @dataclasses.dataclass(frozen=True)
 class EngineSettings:
@@ -20,6 +24,7 @@ class EngineSettings:
 
     Attributes:
       max_slots: samples that run at once.
+      min_rows: fewest rows that are decoded together, empty ones included (`EXACT_ROWS`).
       max_prefill_tokens: prompt tokens computed in one go; longer prompts are computed in chunks of it.
       max_iterations: decode iterations in one program run, 8 at most while a sample has stop strings or is streamed.
       kv_bytes: memory for keys and values, in bytes.
@@ -32,6 +37,7 @@ class EngineSettings:
     """
 
     max_slots: int = 128
+    min_rows: int = 1
     max_prefill_tokens: int = 1024
     max_iterations: int = 32
     kv_bytes: int = 4 << 30
@@ -44,22 +50,23 @@ class EngineSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_slots", "max_prefill_tokens", "max_iterations", "kv_bytes", "page_size"):
+        for name in ("max_slots", "min_rows", "max_prefill_tokens", "max_iterations", "kv_bytes", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"The engine's {name} is out of range", got=getattr(self, name), expected="1 or more")
         if self.page_size & (self.page_size - 1):
             raise ConfigError("The engine's page_size must be a power of two", got=self.page_size)
 
 
-def row_sizes(max_slots: int) -> tuple[int, ...]:
-    """Numbers of rows that decode programs are compiled for: quarters of the most, and 1.
+def row_sizes(max_slots: int, min_rows: int = 1) -> tuple[int, ...]:
+    """Numbers of rows that decode programs are compiled for: quarters of the most, down to `min_rows`.
 
     Halves would waste less in a ragged tail and compile twice the programs.
     """
     sizes = [max_slots]
     while sizes[-1] >= 16:
         sizes.append(-(-sizes[-1] // 4))
-    return tuple(sorted({1, *sizes}))
+    least = min(max(min_rows, 1), max_slots)
+    return tuple(sorted({least, *(size for size in sizes if size > least)}))
 
 
 def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemory, Layout]:
@@ -70,7 +77,7 @@ def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemo
     """
     bytes_per_token = 2 * spec.num_layers * spec.kv_size * jnp.dtype(settings.dtype).itemsize
     max_tokens = settings.kv_bytes // bytes_per_token
-    sizes, max_entries = row_sizes(settings.max_slots), 2 * settings.max_slots
+    sizes, max_entries = row_sizes(settings.max_slots, settings.min_rows), 2 * settings.max_slots
     if settings.layout == "paged":
         num_pages = max_tokens // settings.page_size
         paged = PagedMemory(num_pages, settings.page_size, sizes, max_entries)

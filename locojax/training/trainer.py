@@ -31,7 +31,7 @@ from locojax.training import programs
 from locojax.training.inputs import Checked, check_data
 from locojax.training.losses import Loss, LossConfig, Options, find_loss, read_options
 from locojax.training.packing import PADDING, Packed, pack
-from locojax.training.platform import auto_dtype
+from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, MicroBatch, ProgramSpec, Tree
 from locojax.types import AdamParams, Datum, ForwardBackwardResult, OptimStepResult
 
@@ -54,6 +54,7 @@ class TrainerSettings:
       remat: a key of `decoder.REMAT_POLICIES`: what the backward pass recomputes. "linear" takes the least time on CPU
         and less memory than "none": writing an activation out and reading it back costs more than most of them do.
       tile_tokens: positions the head works on at a time; its logits take tile_tokens x vocabulary x 4 bytes.
+        None: see `platform.auto_tile`.
       share_prefixes: compute what sequences of a call have in common once.
       with_entropy: report the entropy of the next-token distribution.
       keep_reference: keep the first weights, in the compute dtype, for `Trainer.reference_logprobs`.
@@ -65,7 +66,7 @@ class TrainerSettings:
     rows: int = 1
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     remat: str = "linear"
-    tile_tokens: int = 512
+    tile_tokens: int | None = None
     share_prefixes: bool = True
     with_entropy: bool = True
     keep_reference: bool = False
@@ -73,7 +74,7 @@ class TrainerSettings:
 
     def __post_init__(self) -> None:
         for name in ("row_tokens", "rows", "tile_tokens"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"The trainer's {name} must be at least 1", got=getattr(self, name))
         if self.remat not in REMAT_POLICIES:
             raise ConfigError(f"Unknown remat policy {self.remat!r}", expected="one of " + ", ".join(REMAT_POLICIES))
@@ -106,7 +107,7 @@ class Trainer:
         dtype = auto_dtype() if settings.compute_dtype == "auto" else settings.compute_dtype
         self.spec, self.settings, self.lora = spec, settings, lora
         self.program = ProgramSpec(
-            spec, lora, dtype, settings.remat, settings.tile_tokens, settings.with_entropy
+            spec, lora, dtype, settings.remat, settings.tile_tokens or auto_tile(), settings.with_entropy
         )
         self.policy_version = 0
         self._phase = phase or _no_phase
