@@ -157,7 +157,7 @@ def test_resolve_leaves_open_what_it_says_and_changes_nothing_that_was_set(tmp_p
     assert config.rollout.max_slots == "auto"
     fast = resolve(config, platform="cpu", model_context=8192, longest_prompt=9, auto_dtype="bfloat16")
     assert (fast.training.compute_dtype, fast.rollout.dtype) == ("bfloat16", "bfloat16")
-    assert resolve(config, platform="cpu", model_context=64, longest_prompt=60).training.row_tokens == 64
+    assert resolve(config, platform="cpu", model_context=64, longest_prompt=60).training.row_tokens == 256
 
 
 def test_resolve_refuses_what_does_not_fit():

@@ -132,7 +132,7 @@ def test_stacked_adapters_are_picked_by_row(params):
     one, two = (jax.tree.map(lambda leaf: leaf + 0.1, init_adapter(SPEC, lora, seed)) for seed in (0, 1))
     scale = jnp.float32(lora.scale)
     stacked = {
-        name: jax.tree.map(lambda a, b, axis=(0 if name == "head" else 1): jnp.stack([a, b], axis), one[name], two[name])
+        name: jax.tree.map(lambda a, b, at=int(name != "head"): jnp.stack([a, b], at), one[name], two[name])
         for name in one
     }
     both = Adapters(stacked, jnp.stack([scale, scale]), jnp.asarray([1, 0], jnp.int32))

@@ -60,7 +60,11 @@ def test_substeps_cut_the_batch_without_loss():
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [("constant", [0.5, 1, 1, 1, 1, 1]), ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4]), ("cosine", [0.5, 1, 1, 0.85, 0.55, 0.4])],
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4]),
+        ("cosine", [0.5, 1, 1, 0.85, 0.55, 0.4]),
+    ],
 )
 def test_schedules(schedule, expected):
     settings = [f"optimizer.schedule={schedule}", "optimizer.warmup_steps=2", "optimizer.final_share=0.4"]

@@ -19,7 +19,7 @@ def _oracle(name: str, question: str) -> tuple[str, object]:
     """(answer, what the problem is whatever its form), from the question's text alone."""
     body = question.removesuffix("=").removesuffix(" ->")
     if name == "addition":
-        terms = [int(part) for part in body.split("+")]
+        terms = [int(part) for part in body.removeprefix("What is ").removesuffix("?").split("+")]
         return str(sum(terms)), frozenset(terms)
     if name == "successor":
         return str(int(body) + 1), int(body)
@@ -64,11 +64,11 @@ def test_prompts_are_chats_with_one_shared_beginning_and_the_form_can_be_replace
     task = load_task("addition")
     for prompt in (*task.train, *task.held_out):
         assert prompt.messages is not None and prompt.messages[:-1] == task.train[0].messages[:-1]  # type: ignore[index]
-        assert [each["role"] for each in prompt.messages] == ["user", "assistant", "user"]
+        assert [each["role"] for each in prompt.messages] == ["user", "assistant", "user", "assistant", "user"]
         assert prompt.messages[-1]["content"] == prompt.text
     assert task.train[0].messages[:2] == (  # type: ignore[index]
-        {"role": "user", "content": "1+6="},
-        {"role": "assistant", "content": "7"},
+        {"role": "user", "content": "What is 8 + 5?"},
+        {"role": "assistant", "content": "13"},
     )
     plain = load_task("addition", template=Template("Add: {question}", chat=False)).train[0]
     assert plain.text.startswith("Add: ") and plain.messages is None

@@ -213,4 +213,6 @@ class Loop:
         def show(done: int, total: int, tokens_per_second: float) -> None:
             self._progress.evaluate(step_index, done, total)
 
-        return self._generation.accuracy(self._prepared.held_out, show)
+        accuracy, groups = self._generation.accuracy(self._prepared.held_out, show)
+        self._log.held_out(self._worker.policy_version, groups)
+        return accuracy

@@ -51,14 +51,14 @@ class Generation:
             requests = self._training_requests(prompts, step_index)
         return self._generate(requests, prompts, show)
 
-    def accuracy(self, prompts: Sequence[Prompt], show: Show) -> float:
-        """Mean reward of one greedy completion of each prompt; NaN if none could be scored."""
+    def accuracy(self, prompts: Sequence[Prompt], show: Show) -> tuple[float, tuple[Group, ...]]:
+        """Mean reward of one greedy completion of each prompt, NaN if none could be scored; and the completions."""
         with self._timer.phase("evaluate"):
             groups = self._generate(self._greedy_requests(prompts), prompts, show).groups
             self._worker.forget_prompts()  # or a step that follows would need programs of another size
         rewards = [group.rollouts[0].reward.value for group in groups]
         scored = [reward for reward in rewards if reward is not None]
-        return statistics.fmean(scored) if scored else float("nan")
+        return statistics.fmean(scored) if scored else float("nan"), groups
 
     def _training_requests(self, prompts: Sequence[Prompt], step_index: int) -> list[SampleRequest]:
         rollout = self._config.rollout

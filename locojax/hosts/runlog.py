@@ -76,13 +76,21 @@ class RunLog:
 
     def samples(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
         """Writes every completion of a step. `advantages[i][j]` belongs to `groups[i].rollouts[j]`."""
-        lines = [
-            json.dumps(sample_row(group, index, advantage), ensure_ascii=False)
+        rows = [
+            sample_row(group, index, advantage)
             for group, values in zip(groups, advantages, strict=True)
             for index, advantage in enumerate(values)
         ]
+        self._write_samples(f"step_{step:05d}.jsonl", rows)
+
+    def held_out(self, policy_version: int, groups: Sequence[Group]) -> None:
+        """Writes an evaluation's completions, under the policy version that they came from."""
+        self._write_samples(f"held_out_{policy_version:05d}.jsonl", [sample_row(group, 0, None) for group in groups])
+
+    def _write_samples(self, name: str, rows: Sequence[dict[str, object]]) -> None:
         with _writing(self.folder):
-            _replace(self.folder / "samples" / f"step_{step:05d}.jsonl", "".join(line + "\n" for line in lines))
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            _replace(self.folder / "samples" / name, text)
 
     def step(self, metrics: StepMetrics) -> None:
         """Writes a step's numbers, and redraws the report if that is due."""
@@ -113,8 +121,8 @@ class RunLog:
             self.draw()
 
 
-def sample_row(group: Group, index: int, advantage: float) -> dict[str, object]:
-    """One line of a samples file."""
+def sample_row(group: Group, index: int, advantage: float | None) -> dict[str, object]:
+    """One line of a samples file; evaluation has no advantage."""
     rollout = group.rollouts[index]
     completion = rollout.completion
     prompt: object = group.prompt.text
@@ -128,7 +136,7 @@ def sample_row(group: Group, index: int, advantage: float) -> dict[str, object]:
         "answer": group.prompt.answer,
         "reward": rollout.reward.value,
         "error": rollout.reward.error,
-        "advantage": float(advantage),
+        "advantage": None if advantage is None else float(advantage),
         "stop_reason": completion.stop_reason,
         "num_tokens": len(completion.tokens),
         "policy_version": completion.policy_version,

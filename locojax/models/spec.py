@@ -159,7 +159,7 @@ def _rope(config: Mapping[str, Any], max_context: int) -> RopeSpec:
     """Reads rope settings in both spellings: `rope_scaling` + `rope_theta`, and transformers 5's `rope_parameters`."""
     given = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = float(given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
-    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    kind: Any = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise ModelError(

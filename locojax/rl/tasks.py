@@ -71,7 +71,7 @@ def _sorted(*numbers: int) -> Item:
 
 
 def _addition(_: random.Random) -> list[Item]:
-    return [_sum(a, b) for a in range(10) for b in range(10)]
+    return [_sum(a, b) for a in range(1, 10) for b in range(1, 10)]
 
 
 def _successor(_: random.Random) -> list[Item]:
@@ -89,7 +89,7 @@ def _sort3(random_: random.Random) -> list[Item]:
 
 
 GENERATED: Mapping[str, Generated] = {
-    "addition": Generated(_addition, (_sum(8, 5), _sum(1, 6)), num_train=72, num_held_out=24),
+    "addition": Generated(_addition, (_sum(8, 5), _sum(1, 6)), num_train=56, num_held_out=24),
     "successor": Generated(_successor, (_next(6), _next(41)), num_train=64, num_held_out=32),
     "subtraction2": Generated(
         _subtraction2, (_difference(58, 23), _difference(91, 47)), num_train=512, num_held_out=64
