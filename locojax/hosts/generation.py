@@ -42,8 +42,9 @@ class Generation:
     def warm_up(self, train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
         """Compiles what the run's batches need, seen on its longest prompts; returns the number of programs."""
         longest = sorted(train, key=lambda prompt: -len(prompt.tokens))[: self._config.run.prompts_per_step]
-        count = self._worker.warm_up(self._training_requests(longest, 0))
-        return count + (self._worker.warm_up(self._greedy_requests(held_out)) if held_out else 0)
+        most = max(len(prompt.tokens) for prompt in [*train, *held_out])
+        count = self._worker.warm_up(self._training_requests(longest, 0), most)
+        return count + (self._worker.warm_up(self._greedy_requests(held_out), most) if held_out else 0)
 
     def rollouts(self, prompts: Sequence[Prompt], step_index: int, show: Show) -> Generated:
         """One training step's groups. Seeds follow from (run seed, step, prompt): order and host don't matter."""

@@ -102,9 +102,9 @@ class HostWorker:
     def policy_version(self) -> int:
         return self.trainer.policy_version
 
-    def warm_up(self, requests: Sequence[SampleRequest]) -> int:
+    def warm_up(self, requests: Sequence[SampleRequest], longest_prompt: int) -> int:
         """Compiles what sampling such a batch needs, so that no step does; returns the number of programs."""
-        return self.engine.warm_up(requests)
+        return self.engine.warm_up(requests, longest_prompt)
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[SampleResult]:
         """Results as they finish; between two of them the caller may do work of its own, or stop."""

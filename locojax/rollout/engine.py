@@ -217,19 +217,23 @@ class Engine:
         self._closed += others  # for whoever added them and calls step
         return [done[request_id] for request_id in wanted]
 
-    def warm_up(self, requests: Sequence[SampleRequest]) -> int:
+    def warm_up(self, requests: Sequence[SampleRequest], longest_prompt: int = 1) -> int:
         """Compiles the programs that requests like these will need, arriving together; returns how many that were.
 
         Give it the longest prompts and completions to come, as many as come at a time: then a ragged batch of them,
-        in whatever order its samples end, compiles nothing more. Nothing is sampled.
+        in whatever order its samples end, compiles nothing more. Nothing is sampled. `longest_prompt` is that of all
+        workloads, when several share the engine.
 
         Raises:
           RequestError: no weights have been loaded, or a request is malformed.
         """
         before = self.compiler.num_compilations
+        longest = max([longest_prompt, *(len(request.prompt) for request in requests)])
+        self._memory.expect_prompts(longest)
         for staggered in (False, True):
             dry = Engine(self.spec, self.settings, self._tokens, compiler=ShapesOnly(self.compiler))
             dry._loaded, dry.policy_version = self._loaded, self.policy_version
+            dry._memory.expect_prompts(longest)
             for request in requests:
                 dry.add(dataclasses.replace(request, params=dataclasses.replace(request.params, stop=())))
             samples = [sample for mine in dry._requests.values() for sample in mine.samples]
@@ -239,6 +243,8 @@ class Engine:
                     sample.max_tokens = length
             while dry.num_unfinished:
                 dry.step()
+        used = {key[1] for name in ("decode", "prefill") for key in self.compiler.keys(name)}
+        self._layout.warm_moves(self.spec, used, self.settings.dtype)
         return self.compiler.num_compilations - before
 
     def forget_prompts(self) -> None:

@@ -8,7 +8,9 @@ tokens of a row at most, K kv heads, h head dim, D hidden, N new prompts, M samp
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -61,6 +63,9 @@ class Layout(Protocol):
     def move(self, cache: Cache, moves: Moves) -> Cache:
         """Applies what `KvMemory.settle` asked for."""
 
+    def warm_moves(self, spec: ModelSpec, shapes: Collection[Shape], dtype: Any) -> None:
+        """Compiles what `move` needs to go between any two of these shapes."""
+
     def tables(self, slots: Sequence[SlotBlock], num_rows: int, shape: Shape, width: int) -> Tables:
         """Host arrays for the slots, each at its row; `width` of a table is at least that given."""
 
@@ -94,8 +99,8 @@ class Contiguous:
         own_v = (shape.rows, K, spec.num_heads // K + shape.capacity, h)
         shapes = (prompt, prompt, own_k, own_v)
         return {
-            "layers": [tuple(jnp.zeros(s, dtype) for s in shapes) for _ in range(spec.num_layers)],
-            "last": jnp.zeros((shape.entries, spec.hidden_size), dtype),
+            "layers": [tuple(_zeros(s, dtype) for s in shapes) for _ in range(spec.num_layers)],
+            "last": _zeros((shape.entries, spec.hidden_size), dtype),
         }
 
     def move(self, cache: Cache, moves: Moves) -> Cache:
@@ -103,7 +108,7 @@ class Contiguous:
         if moves.shape is None:
             return cache
         shape, take = moves.shape, moves.source_rows
-        source = None if take is None else jnp.asarray(take, jnp.int32)
+        source = None if take is None else np.asarray(take, np.int32)
         layers = []
         for prompt_k, prompt_v, own_k, own_v in cache["layers"]:
             prompts = [_resize(x, None, shape.entries, shape.prompt_capacity) for x in (prompt_k, prompt_v)]
@@ -115,8 +120,16 @@ class Contiguous:
             layers.append((*prompts, *owns))
         last = cache["last"]
         if last.shape[0] != shape.entries:
-            last = _resize(last[:, None, None], None, shape.entries, 1)[:, 0, 0]
+            last = _resize_last(_placed(last), num=shape.entries)
         return {"layers": layers, "last": last}
+
+    def warm_moves(self, spec: ModelSpec, shapes: Collection[Shape], dtype: Any) -> None:
+        """Compiles the small programs that `move` takes between any two of these shapes."""
+        one_layer = dataclasses.replace(spec, num_layers=1)
+        for before, after in itertools.permutations(sorted(shapes, key=dataclasses.astuple), 2):
+            cache = self.new_cache(one_layer, before, dtype)
+            for source in (None, (0,) * after.rows):
+                self.move(cache, Moves(after, source))
 
     def tables(self, slots: Sequence[SlotBlock], num_rows: int, shape: Shape, width: int) -> Tables:
         entry, rank, prompt_len = (np.zeros(num_rows, np.int32) for _ in range(3))
@@ -178,8 +191,8 @@ class Paged:
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
         pages = (self.num_pages, self.page_size, 2 * spec.num_kv_heads, spec.head_dim)
         return {
-            "layers": [jnp.zeros(pages, dtype) for _ in range(spec.num_layers)],
-            "last": jnp.zeros((shape.entries, spec.hidden_size), dtype),
+            "layers": [_zeros(pages, dtype) for _ in range(spec.num_layers)],
+            "last": _zeros((shape.entries, spec.hidden_size), dtype),
         }
 
     def move(self, cache: Cache, moves: Moves) -> Cache:
@@ -190,6 +203,9 @@ class Paged:
         for i, (a, b) in enumerate(moves.page_copies):
             source[i], target[i] = a, b
         return {**cache, "layers": [_copy_pages(layer, source, target) for layer in cache["layers"]]}
+
+    def warm_moves(self, spec: ModelSpec, shapes: Collection[Shape], dtype: Any) -> None:
+        """Pages never change their shape; a copy of pages compiles when the first is asked for."""
 
     def tables(self, slots: Sequence[SlotBlock], num_rows: int, shape: Shape, width: int) -> Tables:
         width = power_of_two(max(width, *(len(slot.pages) for slot in slots)))
@@ -245,16 +261,31 @@ def _side_by_side(k: Array, v: Array) -> Array:
     return jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
 
 
-def _resize(x: Array, source: Array | None, rows: int, capacity: int) -> Array:
+def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.zeros(shape, dtype, device=jax.local_devices()[0])
+
+
+def _placed(x: Array) -> Array:
+    """x with its device named, without a copy: what programs return has it or not, and jit tells the two apart."""
+    return jax.device_put(x, jax.local_devices()[0])
+
+
+@partial(jax.jit, static_argnames="num")
+def _resize_last(last: Array, num: int) -> Array:
+    """[entries, D] cut or padded to `num` entries."""
+    return jnp.pad(last[:num], ((0, num - min(num, last.shape[0])), (0, 0)))
+
+
+def _resize(x: Array, source: Any, rows: int, capacity: int) -> Array:
     """x [rows, K, capacity, h] cut or padded with zeros to the new sizes, its rows first taken from `source`."""
     if x.shape[0] == 0 or x.size == 0:
-        return jnp.zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype)
+        return _zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype)
     if source is None and x.shape[0] == rows and x.shape[2] == capacity:
         return x
-    return _resize_program(x, source, rows, capacity)
+    return _resize_program(_placed(x), source, rows, capacity)
 
 
-def _resize_impl(x: Array, source: Array | None, rows: int, capacity: int) -> Array:
+def _resize_impl(x: Array, source: Any, rows: int, capacity: int) -> Array:
     x = x[:, :, :capacity]
     x = x[:rows] if source is None else x[source]
     return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0), (0, capacity - x.shape[2]), (0, 0)))

@@ -169,6 +169,9 @@ class KvMemory(Protocol):
     def open_prompt(self, num_tokens: int) -> PromptBlock:
         """Room for a prompt, held by nobody yet. Raises CapacityError."""
 
+    def expect_prompts(self, num_tokens: int) -> None:
+        """Prompts of up to so many tokens will come: makes shapes that won't have to change for them."""
+
     def close_prompt(self, block: PromptBlock) -> None:
         """Gives a prompt's memory back; its users must be gone."""
 
@@ -227,6 +230,9 @@ class ContiguousMemory:
         self._entries, self._prompt_capacity = entries, capacity
         self._prompts[index] = PromptBlock(num_tokens, index, [])
         return self._prompts[index]
+
+    def expect_prompts(self, num_tokens: int) -> None:
+        self._prompt_capacity = max(self._prompt_capacity, power_of_two(num_tokens), self.MIN_CAPACITY)
 
     def close_prompt(self, block: PromptBlock) -> None:
         if block.users:
@@ -310,6 +316,9 @@ class PagedMemory:
             raise CapacityError("The KV memory is full", got=f"{index} stored prompts")
         self._prompts[index] = PromptBlock(num_tokens, index, self.pool.allocate(self.num_pages(num_tokens)))
         return self._prompts[index]
+
+    def expect_prompts(self, num_tokens: int) -> None:
+        """Pages are of one size whatever prompts come."""
 
     def close_prompt(self, block: PromptBlock) -> None:
         if block.users:

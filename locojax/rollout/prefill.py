@@ -16,6 +16,9 @@ from locojax.rollout.pages import power_of_two
 
 MIN_ROW = 16
 MIN_PROMPTS = 8
+MAX_WASTE = 8.0
+"""A compiled program is used for prompts that one up to this much cheaper would do for: compiling takes seconds."""
+
 ATTENTION_COST = 2048
 """A token's attention costs as much as its GEMMs when it sees about this many tokens."""
 
@@ -66,7 +69,7 @@ def common_header(prompts: Sequence[Sequence[int]]) -> int:
 def pack(prompts: Sequence[Sequence[int]], known_shapes: Collection[PrefillShape] = ()) -> Packed:
     """Lays prompts out in the cheapest of: separate segments over several rows, or one row with the header once.
 
-    A shape among `known_shapes` (already compiled) that is at most twice as costly is preferred.
+    A shape among `known_shapes` (already compiled) is preferred if it is not too wasteful.
     """
     count = max(MIN_PROMPTS, power_of_two(len(prompts)))
     header = common_header(prompts)
@@ -78,7 +81,7 @@ def pack(prompts: Sequence[Sequence[int]], known_shapes: Collection[PrefillShape
         options.append((header, PrefillShape(1, row_size(together), count)))
     header, shape = min(options, key=lambda option: option[1].cost)
     for known in sorted(known_shapes, key=lambda s: s.cost):
-        if known.cost <= 2 * shape.cost and known.prompts >= len(prompts) and known.tokens >= shape.tokens:
+        if known.cost <= MAX_WASTE * shape.cost and known.prompts >= len(prompts) and known.tokens >= shape.tokens:
             if len(_fit(prompts, header, known.tokens)) <= known.rows:
                 shape = known
                 break
