@@ -152,3 +152,22 @@ def test_lora_scale():
         scale = jnp.float32(LoraSpec(8, alpha=16.0, rslora=rslora).scale)
         out = delta(jnp.ones((1, 1, 4)), weights, scale, None)
         np.testing.assert_allclose(out, np.full((1, 1, 4), expected), rtol=1e-5)
+
+
+def test_decoding_attention_is_the_packed_one():
+    """A slot's shared prompt and own tokens, against the row that holds both; capacities exceed what is held."""
+    heads, kv, h, prompt, total, P, C = 6, 2, 16, 11, 20, 16, 32
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((total, n, h)), jnp.float32) for n in (heads, kv, kv))
+    whole = attention.packed(q[None], k[None], v[None], jnp.full((1, total), total, jnp.int32))[0]
+
+    def cached(x, before, capacity):
+        return jnp.pad(x, ((before, capacity - len(x)), (0, 0), (0, 0))).swapaxes(0, 1)[None]
+
+    slots = jnp.arange(total - prompt, dtype=jnp.int32)
+    own_k, own_v = (jnp.repeat(cached(x[prompt:], n, C), len(slots), 0) for x, n in ((k, 0), (v, heads // kv)))
+    decoded, _ = attention.decode_shared(
+        q[prompt:], cached(k[:prompt], 0, P), cached(v[:prompt], 0, P), jnp.full((1,), prompt, jnp.int32),
+        slots[None], jnp.zeros_like(slots), slots, own_k, own_v, slots + 1,
+    )  # fmt: skip
+    np.testing.assert_allclose(decoded, whole[prompt:], atol=1e-6)

@@ -1,7 +1,7 @@
 """Attention: the plain forms, and the choice of kernel per platform.
 
-The packed form and the decoding form give the same bits in fp32 on CPU, so that trainer and sampler do (a test holds
-them to it). There a GEMM adds its products one after the other, whatever its other dimensions, and a key that isn't
+The packed form and the decoding form gave the same bits in fp32 on the CPU they were measured on; a test holds them to
+rounding. There a GEMM adds its products one after the other, whatever its other dimensions, and a key that isn't
 visible adds an exact 0; so both forms let GEMMs do every sum over keys, in the order of positions, and leave nothing to
 a reduction, whose order depends on the layout.
 

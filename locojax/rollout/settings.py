@@ -15,7 +15,7 @@ from locojax.types import LogprobsOf
 
 EXACT_ROWS = 64
 """From so many rows up, XLA's fp32 GEMMs on CPU sum in one order whatever their number of rows, so that a sampled
-token's log-prob has the very bits that the trainer computes for it. With fewer they differ by about 5e-6 nats."""
+token's log-prob was within 2e-6 nats of the trainer's. With fewer they differed by 6e-6 on average, 5e-5 at most."""
 
 
 @dataclasses.dataclass(frozen=True)
