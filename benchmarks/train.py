@@ -141,6 +141,7 @@ def measure(mode: str, dtype: str, arguments: argparse.Namespace) -> dict[str, o
         before = after
     padding = 1 - num_tokens / metrics["num_row_tokens:sum"]
     update = _update(trainer, data)
+    trainer_tile = trainer.program.tile_tokens
     del trainer
     grouped = _rl(mode, settings) if arguments.rl else {}
     ours, share = statistics.median(tokens_per_second), statistics.median(shares)
@@ -161,7 +162,7 @@ def measure(mode: str, dtype: str, arguments: argparse.Namespace) -> dict[str, o
             "optim_step_seconds": round(update, 3),
             **grouped,
             "remat": arguments.remat,
-            "tile_tokens": arguments.tile_tokens,
+            "tile_tokens": trainer_tile,
             "samples": arguments.samples,
         },
     }
@@ -198,9 +199,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", nargs="+", choices=sorted(OPERATIONS), default=["full", "lora"])
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16", "float32"])
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--row-tokens", type=int, default=128)
-    parser.add_argument("--tile-tokens", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--row-tokens", type=int, default=256)
+    parser.add_argument("--tile-tokens", type=int, help="default: the trainer's own")
     parser.add_argument("--remat", default="linear")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--rl", action="store_true", help="also measure the group workload")

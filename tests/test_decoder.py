@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,6 +104,34 @@ def test_blocks_of_queries_change_nothing(params, monkeypatch):
     whole = hidden(params, *tokens)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
     np.testing.assert_allclose(hidden(params, *tokens), whole, atol=5e-5)
+
+
+def naive_attention(q, k, v, until):
+    """Softmax over whole rows, to be differentiated by jax."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("rthd,rshd->rhts", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.where(attention.visible(until, 0, q.shape[1])[:, None], scores, -1e30)
+    return jnp.einsum("rhts,rshd->rthd", jax.nn.softmax(scores, axis=-1), v)
+
+
+@pytest.mark.parametrize("sizes", [(512, 128), (512, 5), (5, 5)])
+def test_attention_and_its_gradient_are_the_naive_ones(monkeypatch, sizes):
+    """In one block, in causal blocks, and block of queries by block; a tree of prefixes, and padding."""
+    monkeypatch.setattr(attention, "QUERY_BLOCK", sizes[0])
+    monkeypatch.setattr(attention, "CAUSAL_BLOCK", sizes[1])
+    keys = jax.random.split(jax.random.key(3), 4)
+    q = jax.random.normal(keys[0], (2, 13, 6, 8))
+    k, v = (jax.random.normal(key, (2, 13, 2, 8)) for key in keys[1:3])
+    until = jnp.asarray([[9, 9, 9, 6, 6, 6, 9, 9, 9, 12, 12, 12, 13], [13] * 13], jnp.int32)
+    towards = jax.random.normal(keys[3], q.shape)
+
+    def total(function, q, k, v):
+        return jnp.sum(function(q, k, v, until) * towards)
+
+    np.testing.assert_allclose(attention.packed(q, k, v, until), naive_attention(q, k, v, until), atol=1e-5)
+    ours, naive = (jax.grad(partial(total, f), argnums=(0, 1, 2))(q, k, v) for f in (attention.packed, naive_attention))
+    for a, b in zip(ours, naive, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.parametrize("policy", [name for name in decoder.REMAT_POLICIES if name != "none"])

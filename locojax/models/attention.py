@@ -19,9 +19,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 QUERY_BLOCK = 512
 """Rows longer than this are attended block of queries by block, so that scores are [R, H, QUERY_BLOCK, T] at most."""
+
+CAUSAL_BLOCK = 128
+"""Within that, queries are attended in blocks of so many."""
+
+ATTENDED = "attended"
+"""Name, for remat policies, of what the backward pass of attention reads besides q, k and v."""
 
 MASKED = -1e30
 """Added to nothing: the score of an invisible key. Finite, so that a row with no visible key stays finite."""
@@ -41,16 +48,49 @@ ONES = 16
 def _attend(q: Array, k: Array, v: Array, mask: Array) -> Array:
     """q [R,T,H,h], k, v [R,S,K,h], mask bool[R,T,S] -> [R,T,H,h]. Scores and softmax in fp32."""
     R, T, H, h = q.shape
-    S, K = k.shape[1], k.shape[2]
+    K = k.shape[2]
     # Plain batched GEMMs over (row, kv head), a group's query heads stacked: the scores, by far the largest array at
     # hand, then come out of one GEMM and go into the next as they lie, without a transposed copy.
     q = q.reshape(R, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(R, K, H // K * T, h)
-    scores = _scores(q, k.transpose(0, 2, 1, 3))
-    scores = jnp.where(mask[:, None, None], scores.reshape(R, K, H // K, T, S), MASKED).reshape(R, K, H // K * T, S)
-    weights = _weights(scores, _top(scores))
-    values, total = _weighted(weights, v.transpose(0, 2, 1, 3))
-    out = (values / total).astype(v.dtype).reshape(R, K, H // K, T, h)
-    return out.transpose(0, 3, 1, 2, 4).reshape(R, T, H, h)
+    out = _softmax_of(q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), mask)
+    return out.reshape(R, K, H // K, T, h).transpose(0, 3, 1, 2, 4).reshape(R, T, H, h)
+
+
+@jax.custom_vjp
+def _softmax_of(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """q [R,K,G*T,h], k, v [R,K,S,h], mask bool[R,T,S] -> [R,K,G*T,h]."""
+    return _softmax_fwd(q, k, v, mask)[0]
+
+
+def _masked_scores(q: Array, k: Array, mask: Array) -> Array:
+    R, T, S = mask.shape
+    K, X = q.shape[1:3]
+    return jnp.where(mask[:, None, None], _scores(q, k).reshape(R, K, X // T, T, S), MASKED).reshape(R, K, X, S)
+
+
+def _softmax_fwd(q: Array, k: Array, v: Array, mask: Array):
+    scores = _masked_scores(q, k, mask)
+    top = _top(scores)
+    values, total = _weighted(_weights(scores, top), v)
+    out = checkpoint_name((values / total).astype(v.dtype), ATTENDED)
+    return out, (q, k, v, mask, out, checkpoint_name(top + jnp.log(total), ATTENDED))
+
+
+def _softmax_bwd(kept, g: Array):
+    """Dao et al. 2022, appendix B.2: from the log-normalizer on, weights are made again rather than kept."""
+    q, k, v, mask, out, log_norm = kept
+    g32 = g.astype(jnp.float32)
+    weights = jnp.exp(_masked_scores(q, k, mask) - log_norm)
+    d_v = jnp.einsum("nkxs,nkxh->nksh", weights.astype(g.dtype), g, preferred_element_type=jnp.float32)
+    d_weights = jnp.einsum("nkxh,nksh->nkxs", g, v, preferred_element_type=jnp.float32)
+    mean = jnp.sum(g32 * out.astype(jnp.float32), axis=-1, keepdims=True)
+    d_scores = (weights * (d_weights - mean) * q.shape[-1] ** -0.5).astype(q.dtype)
+    d_q = jnp.einsum("nkxs,nksh->nkxh", d_scores, k, preferred_element_type=jnp.float32)
+    d_k = jnp.einsum("nkxs,nkxh->nksh", d_scores, q, preferred_element_type=jnp.float32)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_softmax_of.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def _scores(q: Array, k: Array) -> Array:
@@ -80,7 +120,16 @@ def packed(q: Array, k: Array, v: Array, until: Array) -> Array:
     """Causal attention within packed rows. q [R,T,H,h], k, v [R,T,K,h], until i32[R,T] -> [R,T,H,h]."""
     T = q.shape[1]
     if T <= QUERY_BLOCK:
-        return _attend(q, k, v, visible(until, 0, T))
+        # Static blocks of queries, each over the keys up to its own end: what lies above the diagonal isn't computed.
+        starts = range(0, T, CAUSAL_BLOCK)
+        blocks = [
+            _attend(
+                q[:, start : (end := min(start + CAUSAL_BLOCK, T))], k[:, :end], v[:, :end],
+                visible(until[:, :end], start, end - start),
+            )
+            for start in starts
+        ]  # fmt: skip
+        return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
     # One block of queries at a time, recomputed in the backward pass: [T, T] scores never exist at once.
     blocks = -(-T // QUERY_BLOCK)
     pad = blocks * QUERY_BLOCK - T

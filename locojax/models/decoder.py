@@ -20,8 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from locojax.models import attention
-from locojax.models.dense import dense
-from locojax.models.lora import Adapters, delta
+from locojax.models.dense import INNER, dense
+from locojax.models.lora import Adapters, delta, deltas
 from locojax.models.spec import ModelSpec, Parameter, RopeSpec, parameters
 
 Params = Mapping[str, Any]
@@ -112,21 +112,22 @@ def block(
             out = out + _along_last(layer[f"{name}_bias"].astype(out.dtype), out)
         return out
 
-    def adapt(inputs: Array, out: Array, name: str) -> Array:
-        if adapters is None or name not in lora:
-            return out
-        return out + delta(inputs, lora[name], adapters.scale, adapters.index)
+    def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...] = ()) -> list[Array]:
+        """Projections of one input, adapted: one GEMM where `unstack` joined their weights."""
+        joined = JOINED.get(names)
+        if joined is not None and joined in layer:
+            outs = jnp.split(multiply(inputs, joined), np.cumsum(sizes)[:-1], axis=-1)
+        else:
+            outs = [multiply(inputs, name) for name in names]
+        adapted = [i for i, name in enumerate(names) if name in lora]
+        if adapters is not None and adapted:
+            more = deltas(inputs, [lora[names[i]] for i in adapted], adapters.scale, adapters.index)
+            for i, part in zip(adapted, more, strict=True):
+                outs[i] = outs[i] + part
+        return [checkpoint_name(out, LINEAR) for out in outs]
 
     def linear(inputs: Array, name: str) -> Array:
-        return checkpoint_name(adapt(inputs, multiply(inputs, name), name), LINEAR)
-
-    def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...]) -> list[Array]:
-        """Projections of one input: one GEMM where `unstack` joined their weights."""
-        joined = JOINED[names]
-        if joined not in layer:
-            return [linear(inputs, name) for name in names]
-        parts = jnp.split(multiply(inputs, joined), np.cumsum(sizes)[:-1], axis=-1)
-        return [adapt(inputs, part, name) for name, part in zip(names, parts, strict=True)]
+        return linears(inputs, (name,))[0]
 
     normed = rms_norm(x, layer["attn_norm"], spec.norm_eps)
     q, k, v = linears(normed, ("q", "k", "v"), (spec.q_size, spec.kv_size, spec.kv_size))
@@ -137,7 +138,6 @@ def block(
         q = rms_norm(q, layer["q_norm"], spec.norm_eps)
         k = rms_norm(k, layer["k_norm"], spec.norm_eps)
     attended, kept = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
-    attended = checkpoint_name(attended, LINEAR)
     x = x + linear(attended.reshape(R, T, spec.q_size), "o")
 
     normed = rms_norm(x, layer["mlp_norm"], spec.norm_eps)
@@ -159,7 +159,7 @@ def transposes(params: Params) -> dict[str, Array]:
 
 REMAT_POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "none": None,  # keep every activation
-    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR),  # recompute norms, rope, scores, activation
+    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR, INNER, attention.ATTENDED),  # recompute norms, rope, scores, activation
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keep what the weight GEMMs made
     "full": jax.checkpoint_policies.nothing_saveable,  # keep a layer's input only; one more forward pass
 }

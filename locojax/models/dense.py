@@ -9,7 +9,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+INNER = "inner"
+"""Name, for remat policies, of an adapter's inner activation, scale * x @ a: few columns, dear to make again."""
 
 
 def dense(x: Array, w: Array, w_t: Array | None = None, *, train: bool = True) -> Array:
@@ -46,26 +51,36 @@ _dense.defvjp(_dense_fwd, _dense_bwd)
 
 
 @jax.custom_vjp
-def low_rank_delta(x: Array, a: Array, b: Array, scale: Array) -> Array:
-    """scale * (x [..., D] @ a [D, r]) @ b [r, F], all of one dtype; scale takes no gradient.
+def low_rank_deltas(x: Array, a: tuple[Array, ...], b: tuple[Array, ...], scale: Array) -> tuple[Array, ...]:
+    """scale * (x [..., D] @ a_i [D, r_i]) @ b_i [r_i, F_i] for each i, all of one dtype; scale takes no gradient.
 
-    The automatic backward pass would transpose the gradient [N, F] to get b's; this one transposes only [N, r].
+    Adapters that read the same x share one product forward and two backward: alone, each has too few columns to run
+    at full speed. The automatic backward pass would also transpose the gradients [N, F_i] to get those of b; this one
+    transposes only [N, r].
     """
-    return ((x @ a) * scale) @ b
+    return _deltas_fwd(x, a, b, scale)[0]
 
 
-def _delta_fwd(x: Array, a: Array, b: Array, scale: Array):
-    inner = (x @ a) * scale
-    return inner @ b, (x, inner, a, b, scale)
+def _deltas_fwd(x: Array, a: tuple[Array, ...], b: tuple[Array, ...], scale: Array):
+    joined = jnp.concatenate(a, axis=-1)
+    inner = checkpoint_name((x @ joined) * scale, INNER)
+    return tuple(part @ w for part, w in zip(_parts(inner, b), b, strict=True)), (x, inner, joined, b, scale)
 
 
-def _delta_bwd(kept, g: Array):
-    x, inner, a, b, scale = kept
-    d_inner = (g @ b.T) * scale
-    flat = d_inner.reshape(-1, d_inner.shape[-1])
-    d_a = (flat.T @ x.reshape(-1, x.shape[-1])).T
-    d_b = inner.reshape(-1, inner.shape[-1]).T @ g.reshape(-1, g.shape[-1])
-    return d_inner @ a.T, d_a, d_b, jnp.zeros_like(scale)
+def _parts(inner: Array, b: tuple[Array, ...]) -> list[Array]:
+    """The columns of each adapter in [..., sum of r]."""
+    return jnp.split(inner, np.cumsum([w.shape[0] for w in b])[:-1], axis=-1)
 
 
-low_rank_delta.defvjp(_delta_fwd, _delta_bwd)
+def _deltas_bwd(kept, g: tuple[Array, ...]):
+    x, inner, joined, b, scale = kept
+    flat_g = [part.reshape(-1, part.shape[-1]) for part in g]
+    flat_inner = inner.reshape(-1, inner.shape[-1])
+    d_inner = jnp.concatenate([part @ w.T for part, w in zip(flat_g, b, strict=True)], axis=-1) * scale
+    d_joined = (d_inner.T @ x.reshape(-1, x.shape[-1])).T
+    d_a = tuple(jnp.split(d_joined, np.cumsum([w.shape[0] for w in b])[:-1], axis=-1))
+    d_b = tuple(part.T @ rows for part, rows in zip(_parts(flat_inner, b), flat_g, strict=True))
+    return (d_inner @ joined.T).reshape(x.shape), d_a, d_b, jnp.zeros_like(scale)
+
+
+low_rank_deltas.defvjp(_deltas_fwd, _deltas_bwd)

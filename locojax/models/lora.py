@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from locojax.errors import ConfigError
-from locojax.models.dense import low_rank_delta
+from locojax.models.dense import low_rank_deltas
 from locojax.models.spec import ModelSpec, Parameter, parameters
 
 ATTENTION_MODULES = ("q", "k", "v", "o")
@@ -127,10 +127,18 @@ def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:
     return inner * scale[index].astype(x.dtype)[:, None, None]
 
 
+def deltas(x: Array, parts: Sequence[Mapping[str, Array]], scale: Array, index: Array | None) -> list[Array]:
+    """What adapters of several modules add, where all the modules read the same x [rows, T, in]; see `delta`."""
+    if index is None and scale.ndim == 0:
+        a, b = (tuple(part[name].astype(x.dtype) for part in parts) for name in ("a", "b"))
+        return list(low_rank_deltas(x, a, b, scale.astype(x.dtype)))
+    return [delta(x, part, scale, index) for part in parts]
+
+
 def delta(x: Array, weights: Mapping[str, Array], scale: Array, index: Array | None) -> Array:
     """What the adapter adds to `x @ w`: scale * (x @ a) @ b. x [rows, T, in] -> [rows, T, out]."""
     if index is None and scale.ndim == 0:
-        return low_rank_delta(x, weights["a"].astype(x.dtype), weights["b"].astype(x.dtype), scale.astype(x.dtype))
+        return deltas(x, [weights], scale, index)[0]
     inner = low_rank(x, weights["a"], scale, index)
     b = weights["b"].astype(x.dtype)
     out = inner @ b if index is None else jnp.einsum("rtk,rko->rto", inner, b[index])
