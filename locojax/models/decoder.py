@@ -146,7 +146,7 @@ def block(
 
 
 LINEAR = "linear"
-"""Name of what the remat policy "linear" keeps: outputs of linear layers (adapters included) and of attention."""
+"""Name of what the remat policy "linear" keeps of linear layers: their outputs, adapters included."""
 
 TRANSPOSED = "_t"
 """Suffix of a weight's transpose [L, F, D] in a tree's `layers`: see `dense` and `transposes`."""
@@ -159,7 +159,8 @@ def transposes(params: Params) -> dict[str, Array]:
 
 REMAT_POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "none": None,  # keep every activation
-    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR, INNER, attention.ATTENDED),  # recompute norms, rope, scores, activation
+    # Recompute norms, rope, scores and the activation.
+    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR, INNER, attention.ATTENDED),
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keep what the weight GEMMs made
     "full": jax.checkpoint_policies.nothing_saveable,  # keep a layer's input only; one more forward pass
 }
