@@ -40,6 +40,7 @@ WITHOUT_JAX = (
     "rollout.scheduler",
     "training.packing",
     "hosts.phases",
+    "hosts.protocol",
     "hosts.metrics",
     "hosts.alarms",
     "hosts.mismatch",
