@@ -49,6 +49,10 @@ class SampleRequest:
     adapter: int = 0  # row of the engine's stacked adapters; 0 is always "no adapter"
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    prompt_logprobs_last_n: int | None = None  # score only the last n prompt positions; None: all
+    topk_sample_logprobs: int = 0  # how many likeliest tokens to report at each sampled position
+    target_prompt_logprobs: np.ndarray | None = None  # i64[P - 1, K]: score these after each prefix; -1: none
+    prompt_alt_tokens: int = 0  # tokens to draw at each prompt position from what is predicted there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +74,16 @@ class Completion:
     logprobs_of: LogprobsOf = "raw"
 
 
+MASKED_LOGPROB = -99999.0
+"""Stands, beside token id 0, where a table of alternatives has nothing to say: before the first token, or not scored."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleResult:
     """A finished request: its completions in sample order. Filled by the engine.
 
+    Prompt log-probs are of the engine's `logprobs_of` (at the request's temperature if tempered; 0 counts as 1).
+    Alternatives' rows that aren't scored hold id 0 and MASKED_LOGPROB; `prompt_logprobs` holds NaN there.
     Example: SampleResult("step3/prompt17", (completion0, completion1), None, None)
     """
 
@@ -81,6 +91,10 @@ class SampleResult:
     completions: tuple[Completion, ...]
     prompt_logprobs: np.ndarray | None  # f32[len(prompt)], entry 0 is NaN: nothing predicts the first token
     topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None  # ids i32[P, k], log-probs f32[P, k]; likeliest first
+    topk_sample_logprobs: tuple[tuple[np.ndarray, np.ndarray], ...] | None = None  # for each: ids, log-probs [N, k]
+    target_prompt_logprobs: np.ndarray | None = None  # f32[P - 1, K]; 0 where the target is -1
+    prompt_alt_tokens: tuple[np.ndarray, np.ndarray] | None = None  # ids i32[P, k], log-probs f32[P, k]
+    num_cached_prompt_tokens: int = 0  # of the prompt, had been computed before
 
 
 @dataclasses.dataclass(frozen=True)
