@@ -243,6 +243,7 @@ class Engine:
                     sample.max_tokens = length
             while dry.num_unfinished:
                 dry.step()
+        self.compiler.wait()
         used = {key[1] for name in ("decode", "prefill") for key in self.compiler.keys(name)}
         self._layout.warm_moves(self.spec, used, self.settings.dtype)
         return self.compiler.num_compilations - before

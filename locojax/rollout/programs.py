@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -217,12 +218,24 @@ def score(
     return of_target[:, 0], ids, top - normalizer
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that is being compiled, or has been. `out_info`: the shapes of what it returns."""
+
+    out_info: Any
+    compiled: Future[Any]
+
+
 class Compiler:
-    """Compiles each program once for each key, and counts. Engines with equal specs may share one."""
+    """Compiles each program once for each key, and counts. Engines with equal specs may share one.
+
+    XLA compiles in the background: while it does, the next program can be traced, which is Python's share of the work.
+    """
 
     def __init__(self, spec: ProgramSpec):
         self.spec = spec
-        self._programs: dict[tuple[Any, ...], Any] = {}
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._pool: ThreadPoolExecutor | None = None
         self.num_compilations = 0
 
     def keys(self, name: str) -> list[Any]:
@@ -233,8 +246,8 @@ class Compiler:
         """function(*args), for what is done to the cache between programs."""
         return function(*args)
 
-    def prepare(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
-        """Program `name` compiled for `key`, which must determine the shapes of args; these may be abstract."""
+    def prepare(self, name: str, key: Any, *args: Any, **static: Any) -> Program:
+        """Begins to compile program `name` for `key`, which must determine the shapes of args; these may be abstract."""
         full_key = (name, key)
         if full_key not in self._programs:
             program = PROGRAMS[name]
@@ -245,14 +258,26 @@ class Compiler:
 
             bound.__name__ = name
             donated = () if name == "score" else (2,)
-            self._programs[full_key] = jax.jit(bound, donate_argnums=donated).lower(*args).compile()
+            lowered = jax.jit(bound, donate_argnums=donated).lower(*args)
+            self._pool = self._pool or ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="compile")
+            self._programs[full_key] = Program(lowered.out_info, self._pool.submit(lowered.compile))
             self.num_compilations += 1
         return self._programs[full_key]
 
+    def wait(self) -> None:
+        """Returns when everything prepared has been compiled; raises what went wrong."""
+        for program in self._programs.values():
+            program.compiled.result()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
     def call(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
         """Runs program `name` on (spec, *args, **static). `cache`, where a program has one, is donated."""
-        return self.prepare(name, key, *args, **static)(*args)
+        return self.prepare(name, key, *args, **static).compiled.result()(*args)
 
+
+COMPILER_THREADS = 2
 
 PROGRAMS: Mapping[str, Callable[..., Any]] = {
     "decode": decode, "prefill": prefill, "prefill_chunk": prefill_chunk, "score": score,
