@@ -23,7 +23,7 @@ from locojax.training.losses import (
     read_options,
 )
 
-POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+POLICY_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo", "stable_reinforce")
 
 
 def f32(*values):
@@ -96,6 +96,8 @@ def oracle(name, lp, frozen, q, advantages, low, high, beta):
         return -np.sum(lp * advantages - 0.5 * beta * (lp - q) ** 2)
     if name == "cispo":
         return -np.sum(np.clip(np.exp(frozen - q), low, high) * lp * advantages)
+    if name == "stable_reinforce":
+        return np.sum(-np.minimum(np.exp(frozen - q), high) * lp * advantages + 0.5 * beta * (lp - q) ** 2)
     if name == "gspo":
         ratio = np.exp(np.mean(frozen - q)) * np.exp(lp - frozen)
     return -np.sum(np.minimum(ratio * advantages, np.clip(ratio, low, high) * advantages))
@@ -110,6 +112,8 @@ def test_values_and_gradients_equal_finite_differences(name):
     advantages = rng.normal(size=n)
     low, high = (0.9, 1.1) if name != "cispo" else (0.0, 1.1)
     bounds = {} if name in ("importance_sampling", "dro") else {"clip_low_threshold": low, "clip_high_threshold": high}
+    if name == "stable_reinforce":
+        bounds = {"ratio_cap": high, "kl_coeff": 0.2}
     options = read_options(find_loss(name), bounds | ({"beta": 0.2} if name == "dro" else {}))
     inputs = PolicyInputs(jnp.asarray(q, jnp.float32), jnp.asarray(advantages, jnp.float32))
     elementwise, gradient, _ = run(name, jnp.asarray(lp, jnp.float32), inputs, options)
@@ -120,6 +124,30 @@ def test_values_and_gradients_equal_finite_differences(name):
     assert elementwise.sum() == pytest.approx(value(lp), rel=1e-5)
     expected = [(value(lp + h * e) - value(lp - h * e)) / (2 * h) for e in np.eye(n)]
     np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_stable_reinforce_holds_sampled_tokens_without_advantage_to_the_sampler():
+    """lp and q differ by 0.5: r = 1.6487, k2 = 0.125. The second token counts only by its weight; the third not at all."""
+    loss = find_loss("stable_reinforce")
+    options = read_options(loss, {"kl_coeff": 0.4, "ratio_cap": 1.5})
+    lp, q, advantages, weights = f32(-1, -1, -1), f32(-1.5, -1.5, 0), f32(2, 0, 0), f32(1, 0.5, 0)
+    arrays = {"advantages": np.asarray(advantages), "weights": np.asarray(weights)}
+    on = loss.reads(arrays, options)
+    assert on.tolist() == [True, True, False]
+    inputs = PolicyInputs(q, advantages, weights=weights)
+    elementwise, gradient, metrics = run("stable_reinforce", lp, inputs, options, jnp.asarray(on))
+    np.testing.assert_allclose(elementwise, [1.5 * 2 + 0.4 * 0.125, 0.4 * 0.5 * 0.125, 0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, [-1.5 * 2 + 0.4 * 0.5, 0.4 * 0.5 * 0.5, 0], rtol=1e-6)
+    assert metrics["k2"] == pytest.approx(0.1875) and metrics["num_clipped"] == 2
+
+    unweighted = loss.reads({"advantages": np.asarray(advantages)}, options)
+    assert unweighted.tolist() == [True, False, False]
+    elementwise, _, metrics = run("stable_reinforce", lp, PolicyInputs(q, advantages), options, jnp.asarray(unweighted))
+    np.testing.assert_allclose(elementwise, [3.05, 0, 0], rtol=1e-6)
+    no_kl = read_options(loss, {})
+    assert loss.reads(arrays, no_kl).tolist() == [True, False, False]
+    with pytest.raises(RequestError, match="stable_reinforce is out of range.*ratio_cap 0, kl_coeff 0.*above 0"):
+        read_options(loss, {"ratio_cap": 0})
 
 
 def test_cross_entropy_weighs_every_target():

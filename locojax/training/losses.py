@@ -5,7 +5,8 @@ Legend: N positions of a micro-batch, flat; K targets a position. lp: log-prob u
 `kl.LOG_RATIO_BOUND`). A mean is a sum whose advantages or weights were divided before (see `aggregation`).
 
 A position takes part only if its loss can be other than 0 (`Loss.reads`); every other one contributes exactly 0 and may
-hold any value. Names, inputs, defaults and formulas are the Tinker API's, whose clients then work unchanged.
+hold any value. Names, inputs, defaults and formulas are the Tinker API's, whose clients then work unchanged;
+`stable_reinforce` has its name only: the hosted formula is not published, and this one is ours.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class PolicyInputs:
       advantages: A, any aggregation weight multiplied in; 0 on prompts.
       old_logprobs: of the trainer's policy before the batch's first optimizer step. Given, r = exp(lp - old), and
         exp(old - q), the sampler's mismatch, is what `tis_cap` and the IcePop band act on.
-      ref_logprobs, weights: of the reference, and each token's weight in the KL term of the loss.
+      ref_logprobs, weights: of the reference, and each token's weight in the KL term of the loss. stable_reinforce:
+        each token's weight in its k2 term; not given, 1 where A isn't 0.
       sequence_ratio_mask: gspo: nonzero where a token counts in its sequence's ratio.
     """
 
@@ -125,6 +127,15 @@ class DroOptions(PolicyOptions):
     """beta: strength of the quadratic term (Tinker documents no default; its example has 0.05)."""
 
     beta: Scalar = 0.05
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StableOptions(PolicyOptions):
+    """ratio_cap: the largest importance ratio. kl_coeff: of the k2 term that holds the policy to the sampler's."""
+
+    ratio_cap: Scalar = 2.0
+    kl_coeff: Scalar = 0.0
 
 
 def _bounded(log_ratio: Array) -> Array:
@@ -256,6 +267,27 @@ def gspo(
     return _finish(-objective, on, lp, inputs, options, _ratio_metrics(ratio, on, is_clipped))
 
 
+def stable_reinforce(
+    lp: Float[Array, " N"],
+    on: Bool[Array, " N"],
+    inputs: PolicyInputs,
+    segments: Int[Array, " N"],
+    options: StableOptions,
+) -> LossOutput:
+    """-sum sg(min(r, cap)) lp A + kl_coeff sum weights x (lp - q)^2 / 2: REINFORCE with a truncated ratio. Ours.
+
+    The truncation bounds how far one token can pull the weights and keeps its gradient (as cispo does; Ionides 2008);
+    the second term is k2 to the policy that sampled, whose expected gradient is that of KL(policy || sampler) (`kl`).
+    """
+    ratio = jax.lax.stop_gradient(jnp.exp(_bounded(lp - _proximal(inputs))))
+    bounded = jnp.minimum(ratio, options.ratio_cap)
+    metrics = _ratio_metrics(ratio, on, bounded != ratio)
+    result = _finish(-bounded * lp * inputs.advantages, on, lp, inputs, options, metrics)
+    weights = (inputs.advantages != 0).astype(jnp.float32) if inputs.weights is None else inputs.weights
+    term = jnp.where(on, weights * kl_estimate(lp, inputs.logprobs, "k2", jnp), 0.0)
+    return LossOutput(result.elementwise + options.kl_coeff * term, {**result.metrics, "k2": jnp.sum(term)})
+
+
 def _ratio_metrics(ratio: Array, on: Array, is_clipped: Array | None = None) -> dict[str, Array]:
     metrics = {"ratio": jnp.sum(jnp.where(on, jax.lax.stop_gradient(ratio), 0.0))}
     if is_clipped is not None:
@@ -290,6 +322,8 @@ class Loss:
         on = inputs["advantages"] != 0
         if isinstance(options, PolicyOptions) and options.kl != "none" and options.kl_coefficient != 0:
             on = on | (inputs["weights"] != 0)
+        if isinstance(options, StableOptions) and options.kl_coeff != 0 and "weights" in inputs:
+            on = on | (inputs["weights"] != 0)
         if self.name == "gspo" and "sequence_ratio_mask" in inputs and on.any():
             on = on | (inputs["sequence_ratio_mask"] != 0)
         return on
@@ -313,6 +347,7 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
             _policy(cispo, CispoOptions),
             _policy(dro, DroOptions),
             _policy(gspo, ClipOptions, "sequence_ratio_mask"),
+            _policy(stable_reinforce, StableOptions, "weights"),
         )
     }
 )
@@ -350,6 +385,12 @@ def read_options(loss: Loss, config: LossConfig | None) -> Options:
     options = loss.options(**config)  # type: ignore[arg-type]
     if options.temperature <= 0:
         raise RequestError("The setting 'temperature' is not positive", got=options.temperature)
+    if isinstance(options, StableOptions) and (options.ratio_cap <= 0 or options.kl_coeff < 0):
+        raise RequestError(
+            "A setting of stable_reinforce is out of range",
+            got=f"ratio_cap {options.ratio_cap:g}, kl_coeff {options.kl_coeff:g}",
+            expected="a ratio_cap above 0 and a kl_coeff of at least 0",
+        )
     for names in (("clip_low_threshold", "clip_high_threshold"), ("icepop_low", "icepop_high")):
         low, high = (getattr(options, name, None) for name in names)
         if (low is None) != (high is None):
