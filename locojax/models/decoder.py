@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from locojax.models import attention
 from locojax.models.dense import INNER, dense
-from locojax.models.lora import Adapters, delta, deltas
+from locojax.models.lora import Adapters, add_deltas
 from locojax.models.spec import ModelSpec, Parameter, RopeSpec, parameters
 
 Params = Mapping[str, Any]
@@ -121,9 +121,9 @@ def block(
             outs = [multiply(inputs, name) for name in names]
         adapted = [i for i, name in enumerate(names) if name in lora]
         if adapters is not None and adapted:
-            more = deltas(inputs, [lora[names[i]] for i in adapted], adapters.scale, adapters.index)
-            for i, part in zip(adapted, more, strict=True):
-                outs[i] = outs[i] + part
+            more = add_deltas([outs[i] for i in adapted], inputs, [lora[names[i]] for i in adapted], adapters)
+            for i, out in zip(adapted, more, strict=True):
+                outs[i] = out
         return [checkpoint_name(out, LINEAR) for out in outs]
 
     def linear(inputs: Array, name: str) -> Array:
@@ -268,7 +268,7 @@ def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> A
     out = jnp.matmul(hidden, head_weight(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
     head = None if adapters is None else adapters.split()[1]
     if adapters is not None and head is not None:
-        out = out + delta(hidden, head, adapters.scale, adapters.index).astype(jnp.float32)
+        (out,) = add_deltas([out], hidden, [head], adapters)
     return out
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from locojax.errors import ConfigError
@@ -104,15 +105,70 @@ class Adapters:
       tree: one adapter, or N stacked (see the module's head).
       scale: f32[] or, stacked, f32[N]. Unstacked it may also be f32[rows]: 0 leaves a row unadapted.
       index: i32[rows]: which adapter each row uses; None when there is one for all.
+      present: (ids i32[N], how many i32[]) from `present_in`: inference goes through the adapters that its rows use,
+        one by one; index 0 is then no adapter. None: rows gather theirs, which has a gradient and moves more memory.
     """
 
     tree: Mapping[str, Any]
     scale: Any  # an Array, or what jax puts in an array's place while it handles the tree
     index: Any = None
+    present: Any = None
 
     def split(self) -> tuple[Mapping[str, Any], Mapping[str, Array] | None]:
         """(the layers' part, the head's part or None)."""
         return {k: v for k, v in self.tree.items() if k != HEAD}, self.tree.get(HEAD)
+
+
+def empty_stack(spec: ModelSpec, rank: int, num_adapters: int, dtype: Any) -> Adapters:
+    """Room for adapters of up to `rank` on every module: zeros, [.., num_adapters, ..], of which 0 stays no adapter."""
+    lora = LoraSpec(rank, attention=True, mlp=True, unembed=True)
+    declared = adapter_parameters(spec, lora)
+    tree = {}
+    for module, parts in declared.items():
+        axis = stack_axis(module)
+        tree[module] = {
+            name: jnp.zeros((*part.shape[:axis], num_adapters, *part.shape[axis:]), dtype)
+            for name, part in parts.items()
+        }
+    return Adapters(tree, jnp.zeros(num_adapters, jnp.float32))
+
+
+def stack_axis(module: str) -> int:
+    """Where N is in a stack's leaves of this module."""
+    return 0 if module == HEAD else 1
+
+
+def present_in(index: Array, num_adapters: int) -> tuple[Array, Array]:
+    """(the distinct adapters i32[N] that index i32[rows] names, 0 left out; how many), for `Adapters.present`."""
+    seen = jnp.zeros(num_adapters, bool).at[index].set(True).at[0].set(False)
+    (ids,) = jnp.nonzero(seen, size=num_adapters, fill_value=0)
+    return ids.astype(jnp.int32), jnp.sum(seen.astype(jnp.int32))
+
+
+def add_deltas(
+    outs: Sequence[Array], x: Array, parts: Sequence[Mapping[str, Array]], adapters: Adapters
+) -> list[Array]:
+    """outs[i] [rows, T, out_i] plus what the adapters of module i add, all of which read the same x [rows, T, in]."""
+    if adapters.present is None:
+        more = deltas(x, parts, adapters.scale, adapters.index)
+        return [out + part.astype(out.dtype) for out, part in zip(outs, more, strict=True)]
+    ids, count = adapters.present
+
+    def apply(i: Array, outs: list[Array]) -> list[Array]:
+        n = ids[i]
+        mine = (adapters.index == n)[:, None, None]
+        a = jnp.concatenate([part["a"][n].astype(x.dtype) for part in parts], axis=-1)
+        inner = (x @ a) * adapters.scale[n].astype(x.dtype)
+        inners = jnp.split(inner, np.cumsum([part["a"].shape[-1] for part in parts])[:-1], axis=-1)
+        added = [
+            out + (low @ part["b"][n].astype(x.dtype)).astype(out.dtype)
+            for out, low, part in zip(outs, inners, parts, strict=True)
+        ]
+        # Selected, not multiplied by a mask: 0 times one adapter's NaN would reach the others' rows.
+        return [jnp.where(mine, new, out) for new, out in zip(added, outs, strict=True)]
+
+    # A row sees products of the same shape whatever its batch mates use, so its bits don't depend on them.
+    return jax.lax.fori_loop(0, count, apply, list(outs))
 
 
 def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:

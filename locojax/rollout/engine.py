@@ -8,17 +8,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from locojax.errors import ConfigError, RequestError
 from locojax.models.decoder import Params
-from locojax.models.lora import Adapters
+from locojax.models.lora import Adapters, stack_axis
 from locojax.models.spec import ModelSpec
 from locojax.rollout import programs, sampling
 from locojax.rollout.batch import decode_rows, num_stop_ids
@@ -76,7 +77,7 @@ class Engine:
         self.policy_version: int | None = None
         self._tokens = tokens
         self._phase: Phase = phase or (lambda name: contextlib.nullcontext())
-        self._max_context = min(settings.max_context or spec.max_context, spec.max_context)
+        self.max_context = min(settings.max_context or spec.max_context, spec.max_context)
         self._memory, self._layout = memory_and_layout(spec, settings)
         self._scheduler = Scheduler(
             self._memory,
@@ -95,6 +96,7 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._closed: list[SampleResult] = []  # to be returned by the next step
         self._events: list[TokenEvent] = []
+        self._versions: dict[int, int] = {}  # of adapters that `set_adapter` replaced
         self._num_added = 0
         # Table sizes only grow while samples run: a smaller one would be another program.
         self._table_width, self._num_stops = 1, 1
@@ -125,10 +127,79 @@ class Engine:
         self._scheduler.preempt_all()
         self._scheduler.drop_prefixes()
         if adapters is not None and adapters.scale.ndim:
-            adapters = dataclasses.replace(adapters, scale=adapters.scale.at[0].set(0.0))
+            own = jax.tree.map(jnp.copy, adapters)  # `set_adapter` gives its memory away
+            adapters = dataclasses.replace(own, scale=own.scale.at[0].set(0.0))
         leaves, tree = jax.tree.flatten((weights, adapters))
         signature = hash((tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)))
         self._loaded, self.policy_version = Loaded(weights, adapters, signature), version
+        self._versions = {}
+
+    def set_adapter(
+        self, row: int, adapter: Mapping[str, Any] | None, scale: float, version: int, *, interrupt: bool = False
+    ) -> None:
+        """Replaces one of the stacked adapters while others' samples run; nothing is compiled for its rank or modules.
+
+        Cached prompts of that adapter are forgotten, others stay.
+
+        Args:
+          row: 1 or more; 0 is no adapter for ever.
+          adapter: the tree of `models.lora`, of the stack's rank or a lower one; modules it lacks add nothing. None:
+            nothing at all.
+          scale: what the adapter's product is multiplied by (`LoraSpec.scale`).
+          version: what completions begun with it from now on are stamped with.
+          interrupt: lets its samples that run go on under the new weights: their tokens are kept, prefilled again.
+
+        Raises:
+          RequestError: no such row, the adapter doesn't fit, or its samples run and `interrupt` is False.
+        """
+        stack = self._stack()
+        if not 1 <= row < self.num_adapters:
+            raise RequestError("No such row of the stacked adapters", got=row, expected=f"1 to {self.num_adapters - 1}")
+        tree = self.check_adapter({} if adapter is None else adapter)
+        num_running = sum(sample.request.adapter == row for sample in self._scheduler.running)
+        if num_running and not interrupt:
+            raise RequestError(
+                f"Adapter {row} can't be replaced while {num_running} of its samples run",
+                remedy="Step until they finish, abort them, or replace it with interrupt=True",
+            )
+        self._scheduler.preempt_all(row)
+        self._scheduler.drop_prefixes(row)
+        replaced = self.compiler.call(
+            "set_adapter", self._loaded.signature, stack, tree, np.float32(scale), np.asarray(row, np.int32)
+        )
+        self._loaded = dataclasses.replace(self._loaded, adapters=replaced)
+        self._versions[row] = version
+
+    def check_adapter(self, adapter: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """The adapter as `set_adapter` stores it: ranks below the stack's padded with zeros, and modules that it lacks.
+
+        Raises:
+          RequestError: it has modules, shapes or a rank that the stack has no place for.
+        """
+        stack = self._stack()
+        unknown = sorted(set(adapter) - set(stack.tree))
+        if unknown:
+            raise RequestError("An adapter has modules that the engine has no place for", got=unknown)
+        return {
+            module: {
+                name: _padded(module, name, leaf, adapter[module][name] if module in adapter else None)
+                for name, leaf in parts.items()
+            }
+            for module, parts in stack.tree.items()
+        }
+
+    def _stack(self) -> Adapters:
+        stack = self._loaded.adapters
+        if stack is None or not stack.scale.ndim:
+            raise RequestError(
+                "The engine has no stack of adapters", remedy="Give load one: models.lora.empty_stack makes it"
+            )
+        return stack
+
+    def version_of(self, adapter: int) -> int:
+        """The policy version of an adapter's completions, -1 before there are weights."""
+        version = -1 if self.policy_version is None else self.policy_version
+        return self._versions.get(adapter, version)
 
     def add(self, request: SampleRequest, *, stream: bool = False) -> None:
         """Queues a request. With `stream`, `drain` tells of its tokens as they come.
@@ -139,7 +210,7 @@ class Engine:
         if request.request_id in self._requests:
             raise RequestError(f"Request {request.request_id!r} is already running", remedy="Use another request_id")
         max_tokens = validate(
-            request, vocab_size=self.spec.vocab_size, max_context=self._max_context, num_adapters=self._num_adapters
+            request, vocab_size=self.spec.vocab_size, max_context=self.max_context, num_adapters=self.num_adapters
         )
         if not self._memory.fits_alone(len(request.prompt), max_tokens):
             raise RequestError(
@@ -267,7 +338,8 @@ class Engine:
         )
 
     @property
-    def _num_adapters(self) -> int:
+    def num_adapters(self) -> int:
+        """Values that `SampleRequest.adapter` may take: 1 with no adapters loaded, as 0 is none."""
         scale = None if self._loaded.adapters is None else self._loaded.adapters.scale
         if scale is None:
             return 1
@@ -355,7 +427,7 @@ class Engine:
     def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float]) -> None:
         """Appends what was sampled, up to a stop string, and frees the slot of a sample that ended."""
         if sample.policy_version is None and tokens:
-            sample.policy_version = self.policy_version
+            sample.policy_version = self.version_of(sample.request.adapter)
         at = len(sample.text)
         taken = sample.append(tokens, logprobs, self._tokens)
         self._stats.num_tokens += taken
@@ -374,8 +446,31 @@ class Engine:
 
     def _close(self, mine: _Request) -> None:
         del self._requests[mine.request.request_id]
-        version = -1 if self.policy_version is None else self.policy_version
+        version = self.version_of(mine.request.adapter)
         completions = tuple(s.completion(version, self.settings.logprobs_of) for s in mine.samples)
         self._closed.append(
             SampleResult(mine.request.request_id, completions, mine.prompt_logprobs, mine.topk_prompt_logprobs)
         )
+
+
+def _padded(module: str, name: str, stack: Any, leaf: Any) -> Any:
+    """One leaf of an adapter at the stack's rank. `stack` is that of all, with one more axis; None: zeros."""
+    axis = stack_axis(module)
+    shape = (*stack.shape[:axis], *stack.shape[axis + 1 :])
+    if leaf is None:
+        return np.zeros(shape, np.float32)
+    rank_axis = len(shape) - (1 if name == "a" else 2)
+    fits = leaf.ndim == len(shape) and all(
+        have <= room if axis == rank_axis else have == room
+        for axis, (have, room) in enumerate(zip(leaf.shape, shape, strict=True))
+    )
+    if not fits:
+        raise RequestError(
+            f"An adapter's {module}.{name} doesn't fit the engine's stack", got=list(leaf.shape),
+            expected=f"{list(shape)}, of which the rank may be lower than {shape[rank_axis]}",
+        )  # fmt: skip
+    if leaf.shape == shape:
+        return leaf if leaf.dtype == np.float32 else np.asarray(leaf, np.float32)
+    padded = np.zeros(shape, np.float32)
+    padded[tuple(slice(0, size) for size in leaf.shape)] = leaf
+    return padded

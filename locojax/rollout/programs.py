@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from locojax.models import attention, decoder
-from locojax.models.lora import Adapters
+from locojax.models.lora import Adapters, present_in, stack_axis
 from locojax.models.spec import ModelSpec
 from locojax.rollout.layouts import Cache, Destination, Layout, Tables
 from locojax.rollout.sampling import SamplerRows, sample
@@ -62,7 +62,7 @@ def pick_adapters(adapters: Adapters | None, index: Array) -> Adapters | None:
     if adapters is None:
         return None
     if adapters.scale.ndim:
-        return dataclasses.replace(adapters, index=index)
+        return dataclasses.replace(adapters, index=index, present=present_in(index, adapters.scale.shape[0]))
     return dataclasses.replace(adapters, scale=jnp.where(index > 0, adapters.scale, 0.0))
 
 
@@ -226,6 +226,20 @@ class Program:
     compiled: Future[Any]
 
 
+def set_adapter(
+    spec: ProgramSpec, adapters: Adapters, tree: Mapping[str, Mapping[str, Array]], scale: Array, row: Array
+) -> Adapters:
+    """The stack with adapter `row` i32[] replaced by `tree`, of the stack's modules and rank, and its scale f32[]."""
+
+    def put(module: str, name: str) -> Array:
+        stack = adapters.tree[module][name]
+        axis = stack_axis(module)
+        return jax.lax.dynamic_update_index_in_dim(stack, tree[module][name].astype(stack.dtype), row, axis)
+
+    replaced = {module: {name: put(module, name) for name in parts} for module, parts in adapters.tree.items()}
+    return dataclasses.replace(adapters, tree=replaced, scale=adapters.scale.at[row].set(scale))
+
+
 class Compiler:
     """Compiles each program once for each key, and counts. Engines with equal specs may share one.
 
@@ -273,12 +287,17 @@ class Compiler:
             self._pool = None
 
     def call(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
-        """Runs program `name` on (spec, *args, **static). `cache`, where a program has one, is donated."""
+        """Runs program `name` on (spec, *args, **static). What DONATED names is gone afterwards."""
         return self.prepare(name, key, *args, **static).compiled.result()(*args)
 
 
 COMPILER_THREADS = 2
 
 PROGRAMS: Mapping[str, Callable[..., Any]] = {
-    "decode": decode, "prefill": prefill, "prefill_chunk": prefill_chunk, "score": score,
+    "decode": decode, "prefill": prefill, "prefill_chunk": prefill_chunk, "score": score, "set_adapter": set_adapter,
 }  # fmt: skip
+
+DONATED: Mapping[str, tuple[int, ...]] = {
+    "decode": (2,), "prefill": (2,), "prefill_chunk": (2,), "score": (), "set_adapter": (0,),
+}  # fmt: skip
+"""Arguments, after the spec, whose memory a program takes for its results: the cache, the stack."""

@@ -85,6 +85,7 @@ class Sample:
     policy_version: int | None = None  # the weights' that its first token came from
     prompt: PromptBlock | None = None
     slot: SlotBlock | None = None
+    num_cached: int = 0  # prompt tokens that had been computed when it was admitted
     stop_reason: StopReason | None = None
     stopped_by: int | str | None = None
     _utf8: codecs.IncrementalDecoder = dataclasses.field(

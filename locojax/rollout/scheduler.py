@@ -97,20 +97,17 @@ class Scheduler:
         self.waiting = deque(s for s in self.waiting if s.request.request_id != request_id)
         return ours
 
-    def preempt_all(self) -> None:
-        """Sends every running sample back to wait, in order: the weights are about to change."""
-        while self.running:
-            self._preempt(self.running[-1])
+    def preempt_all(self, adapter: int | None = None) -> None:
+        """Sends running samples (all, or one adapter's) back to wait, in order: the weights are about to change."""
+        for sample in reversed(list(self.running)):
+            if adapter is None or sample.request.adapter == adapter:
+                self._preempt(sample)
 
-    def drop_prefixes(self) -> None:
-        """Forgets cached prompts that no sample uses; the rest are forgotten when their last user finishes."""
+    def drop_prefixes(self, adapter: int | None = None) -> None:
+        """Forgets cached prompts (all, or one adapter's); those in use are forgotten when their last user finishes."""
         for key in list(self._prefixes):
-            block = self._prefixes.pop(key)
-            block.users -= 1
-            if block.users:
-                self._unshared.add(block)
-            else:
-                self.memory.close_prompt(block)
+            if adapter is None or key[0] == adapter:
+                self._close_prefix(key)
 
     def _limit(self) -> int:
         """Iterations that every running sample has room for; those that need less have less reserved."""
@@ -190,6 +187,8 @@ class Scheduler:
         sample.prompt = block
         if new is None:
             self.num_prefix_hits += 1
+            if not sample.tokens:
+                sample.num_cached = len(sample.context)
         elif self._prefix_cache and key not in self._prefixes:
             self._prefixes[key] = block
             block.users += 1
