@@ -261,7 +261,7 @@ class Compiler:
         return function(*args)
 
     def prepare(self, name: str, key: Any, *args: Any, **static: Any) -> Program:
-        """Begins to compile program `name` for `key`, which must determine the shapes of args; these may be abstract."""
+        """Begins to compile program `name` for `key`, which determines the shapes of args; these may be abstract."""
         full_key = (name, key)
         if full_key not in self._programs:
             program = PROGRAMS[name]
@@ -271,8 +271,7 @@ class Compiler:
                 return program(self.spec, *args, **static)
 
             bound.__name__ = name
-            donated = () if name == "score" else (2,)
-            lowered = jax.jit(bound, donate_argnums=donated).lower(*args)
+            lowered = jax.jit(bound, donate_argnums=DONATED[name]).lower(*args)
             self._pool = self._pool or ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="compile")
             self._programs[full_key] = Program(lowered.out_info, self._pool.submit(lowered.compile))
             self.num_compilations += 1
