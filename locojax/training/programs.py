@@ -133,7 +133,7 @@ def _logprobs(
     )
 
 
-def _quarantine(logprobs: Array, reads: Array, segments: Array) -> tuple[Array, Array]:
+def quarantine(logprobs: Array, reads: Array, segments: Array) -> tuple[Array, Array]:
     """(bool[N] positions the loss may read, number of sequences left out).
 
     A sequence with a log-prob that is not finite is left out whole: half of one is not a sample of anything.
@@ -153,7 +153,7 @@ def loss_and_outputs(
     N = batch.tokens.size
     logprobs, entropy = _logprobs(spec, trainable, fixed, batch, options.temperature)
     segments, reads = batch.segments.reshape(-1), batch.reads.reshape(-1)
-    on, num_nonfinite = _quarantine(logprobs, reads, segments)
+    on, num_nonfinite = quarantine(logprobs, reads, segments)
     # Selected before anything is computed from them: whatever the others hold reaches neither loss nor gradient.
     lp = jnp.where(on[:, None], logprobs, 0.0)
     inputs = loss.inputs({name: array.reshape(N, *array.shape[2:]) for name, array in batch.inputs.items()})

@@ -30,14 +30,11 @@ from locojax.models.spec import ModelSpec
 from locojax.training import programs
 from locojax.training.inputs import Checked, check_data
 from locojax.training.losses import Loss, LossConfig, Options, find_loss, read_options
-from locojax.training.packing import PADDING, Packed, pack
+from locojax.training.microbatch import Score, assemble, micro_batches
+from locojax.training.packing import Packed, pack
 from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, MicroBatch, ProgramSpec, Tree
 from locojax.types import AdamParams, Datum, ForwardBackwardResult, OptimStepResult
-
-Score = Literal["all", "active"]
-"""Where log-probs are returned: `all` positions, or only those whose loss isn't 0 by its inputs (others: 0).
-`active` is cheaper: the head runs, and data are computed, only where they matter. The gradient is the same."""
 
 What = Literal["gradient", "forward", "reference"]
 
@@ -110,7 +107,7 @@ class Trainer:
             spec, lora, dtype, settings.remat, settings.tile_tokens or auto_tile(), settings.with_entropy
         )
         self.policy_version = 0
-        self._phase = phase or _no_phase
+        self._phase = phase or no_phase
         self._trainable: Tree
         self._frozen: Tree
         if lora is None:
@@ -245,7 +242,7 @@ class Trainer:
         own = {"trainable": self._trainable, "optimizer": self._optimizer._asdict()}
         wanted = ("trainable", "optimizer") if with_optimizer else ("trainable",)
         for name in wanted:
-            _check_same(own[name], state.get(name), name)
+            check_same(own[name], state.get(name), name)
         self._trainable = _copied(state["trainable"])
         if with_optimizer:
             self._optimizer = optax.ScaleByAdamState(**_copied(dict(state["optimizer"])))
@@ -268,11 +265,11 @@ class Trainer:
         checked = check_data(data, loss, options, self.spec.vocab_size)
         with self._phase("pack"):
             packed = self._pack(checked, score)
-            batches = _micro_batches(packed, checked, score)
+            batches = micro_batches(packed, checked, score)
         with self._phase("train"):
             outputs = [self._compute(batch, options, loss, what) for batch in batches]
             outputs = jax.device_get(outputs)  # waits for all of them
-        result = _assemble(packed, checked, outputs, self.settings.with_entropy)
+        result = assemble(packed, checked, outputs, self.settings.with_entropy)
         if what == "gradient":
             self._num_accumulated += int(result.metrics["num_tokens:sum"])
         return result
@@ -314,7 +311,7 @@ class Trainer:
             self._transposes = None
 
 
-def _no_phase(name: str) -> AbstractContextManager[None]:
+def no_phase(name: str) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
@@ -323,7 +320,7 @@ def _copied(tree: Tree, dtype: Any = None) -> Tree:
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=dtype, copy=True), tree)
 
 
-def _check_same(own: Tree, given: Tree, name: str) -> None:
+def check_same(own: Tree, given: Tree, name: str) -> None:
     """Raises CheckpointError unless both trees have the same leaves, by path and shape."""
     own_leaves = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(own)}
     leaves = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(given)}
@@ -335,74 +332,3 @@ def _check_same(own: Tree, given: Tree, name: str) -> None:
                 expected=f"shape {own_leaves[path]}" if path in own_leaves else "nothing",
                 remedy="Resume with the model and LoRA settings that the checkpoint was written with",
             )
-
-
-def _micro_batches(packed: Packed, checked: Sequence[Checked], score: Score) -> list[MicroBatch]:
-    """The packed rows and the loss's inputs, micro-batch by micro-batch; numpy leaves."""
-    num_positions = packed.tokens[0].size if packed.num_micro_batches else 0
-    segments = _local_segments(packed.segment, num_positions)
-    targets = packed.scatter([datum.targets for datum in checked], np.int32)
-    reads = packed.scatter([datum.reads for datum in checked], np.bool_)
-    scored = packed.scatter([np.ones(len(datum.tokens), bool) for datum in checked], np.bool_)
-    scored = scored if score == "all" else reads
-    names = checked[0].inputs
-    inputs = {name: packed.scatter([datum.inputs[name] for datum in checked], np.float32) for name in names}
-    return [
-        MicroBatch(
-            tokens=packed.tokens[m],
-            positions=packed.positions[m],
-            until=packed.until[m],
-            segments=segments[m],
-            targets=targets[m],
-            scored=scored[m],
-            reads=reads[m],
-            inputs={name: array[m] for name, array in inputs.items()},
-        )
-        for m in range(packed.num_micro_batches)
-    ]
-
-
-def _local_segments(segment: np.ndarray, num_positions: int) -> np.ndarray:
-    """Data numbered from 0 within each micro-batch; `num_positions` where there is none."""
-    local = np.full_like(segment, num_positions)
-    for m in range(segment.shape[0]):
-        present, numbers = np.unique(segment[m], return_inverse=True)
-        numbers = numbers.reshape(segment[m].shape) - int(PADDING in present)
-        local[m] = np.where(segment[m] == PADDING, num_positions, numbers)
-    return local
-
-
-def _assemble(
-    packed: Packed, checked: Sequence[Checked], outputs: Sequence[programs.Outputs], with_entropy: bool
-) -> ForwardBackwardResult:
-    """Outputs back in datum order, and the micro-batches' metrics summed in double precision."""
-    lengths = [len(datum.tokens) for datum in checked]
-    shape = packed.tokens.shape
-    num_targets = max(datum.targets.shape[1] for datum in checked)
-
-    def gather(field: str, trailing: tuple[int, ...]) -> list[np.ndarray]:
-        stacked = [np.asarray(getattr(output, field)) for output in outputs]
-        flat = np.stack(stacked) if stacked else np.zeros((0, *trailing), np.float32)
-        return packed.gather(flat.reshape(*shape, *trailing), lengths)
-
-    per_datum = []
-    logprobs, elementwise = gather("logprobs", (num_targets,)), gather("elementwise", (num_targets,))
-    entropy = gather("entropy", ())
-    for i, datum in enumerate(checked):
-        own = slice(0, datum.targets.shape[1])
-        arrays = {
-            "logprobs": logprobs[i][:, own].reshape(datum.target_shape),
-            "elementwise_loss": elementwise[i][:, own].reshape(datum.target_shape),
-        }
-        per_datum.append({**arrays, "entropy": entropy[i]} if with_entropy else arrays)
-    sums: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0, "num_nonfinite": 0.0}
-    for output in outputs:
-        for name, value in output.metrics.items():
-            sums[name] = sums.get(name, 0.0) + float(value)
-    sums |= {
-        "num_datum_tokens": float(packed.num_datum_tokens),
-        "num_computed_tokens": float(packed.num_computed_tokens),
-        "num_row_tokens": float(packed.tokens.size),
-        "num_micro_batches": float(packed.num_micro_batches),
-    }
-    return ForwardBackwardResult(tuple(per_datum), {f"{name}:sum": value for name, value in sums.items()})

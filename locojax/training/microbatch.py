@@ -1,0 +1,91 @@
+"""Packed data -> what a compiled program takes, and what it gives -> results in datum order. No jax arrays.
+
+Legend: M micro-batches, R rows of one, T tokens of a row, N = R x T, K targets a position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from locojax.training.inputs import Checked
+from locojax.training.packing import PADDING, Packed
+from locojax.training.programs import MicroBatch, Outputs
+from locojax.types import ForwardBackwardResult
+
+Score = Literal["all", "active"]
+"""Where log-probs are returned: `all` positions, or only those whose loss isn't 0 by its inputs (others: 0).
+`active` is cheaper: the head runs, and data are computed, only where they matter. The gradient is the same."""
+
+
+def micro_batches(packed: Packed, checked: Sequence[Checked], score: Score) -> list[MicroBatch]:
+    """The packed rows and the loss's inputs, micro-batch by micro-batch; numpy leaves."""
+    num_positions = packed.tokens[0].size if packed.num_micro_batches else 0
+    segments = _local_segments(packed.segment, num_positions)
+    targets = packed.scatter([datum.targets for datum in checked], np.int32)
+    reads = packed.scatter([datum.reads for datum in checked], np.bool_)
+    scored = packed.scatter([np.ones(len(datum.tokens), bool) for datum in checked], np.bool_)
+    scored = scored if score == "all" else reads
+    names = checked[0].inputs
+    inputs = {name: packed.scatter([datum.inputs[name] for datum in checked], np.float32) for name in names}
+    return [
+        MicroBatch(
+            tokens=packed.tokens[m],
+            positions=packed.positions[m],
+            until=packed.until[m],
+            segments=segments[m],
+            targets=targets[m],
+            scored=scored[m],
+            reads=reads[m],
+            inputs={name: array[m] for name, array in inputs.items()},
+        )
+        for m in range(packed.num_micro_batches)
+    ]
+
+
+def _local_segments(segment: np.ndarray, num_positions: int) -> np.ndarray:
+    """Data numbered from 0 within each micro-batch; `num_positions` where there is none."""
+    local = np.full_like(segment, num_positions)
+    for m in range(segment.shape[0]):
+        present, numbers = np.unique(segment[m], return_inverse=True)
+        numbers = numbers.reshape(segment[m].shape) - int(PADDING in present)
+        local[m] = np.where(segment[m] == PADDING, num_positions, numbers)
+    return local
+
+
+def assemble(
+    packed: Packed, checked: Sequence[Checked], outputs: Sequence[Outputs], with_entropy: bool
+) -> ForwardBackwardResult:
+    """Outputs back in datum order, and the micro-batches' metrics summed in double precision."""
+    lengths = [len(datum.tokens) for datum in checked]
+    shape = packed.tokens.shape
+    num_targets = max(datum.targets.shape[1] for datum in checked)
+
+    def gather(field: str, trailing: tuple[int, ...]) -> list[np.ndarray]:
+        stacked = [np.asarray(getattr(output, field)) for output in outputs]
+        flat = np.stack(stacked) if stacked else np.zeros((0, *trailing), np.float32)
+        return packed.gather(flat.reshape(*shape, *trailing), lengths)
+
+    per_datum = []
+    logprobs, elementwise = gather("logprobs", (num_targets,)), gather("elementwise", (num_targets,))
+    entropy = gather("entropy", ())
+    for i, datum in enumerate(checked):
+        own = slice(0, datum.targets.shape[1])
+        arrays = {
+            "logprobs": logprobs[i][:, own].reshape(datum.target_shape),
+            "elementwise_loss": elementwise[i][:, own].reshape(datum.target_shape),
+        }
+        per_datum.append({**arrays, "entropy": entropy[i]} if with_entropy else arrays)
+    sums: dict[str, float] = {"loss": 0.0, "num_tokens": 0.0, "num_nonfinite": 0.0}
+    for output in outputs:
+        for name, value in output.metrics.items():
+            sums[name] = sums.get(name, 0.0) + float(value)
+    sums |= {
+        "num_datum_tokens": float(packed.num_datum_tokens),
+        "num_computed_tokens": float(packed.num_computed_tokens),
+        "num_row_tokens": float(packed.tokens.size),
+        "num_micro_batches": float(packed.num_micro_batches),
+    }
+    return ForwardBackwardResult(tuple(per_datum), {f"{name}:sum": value for name, value in sums.items()})
