@@ -104,7 +104,8 @@ class Adapters:
     Attributes:
       tree: one adapter, or N stacked (see the module's head).
       scale: f32[] or, stacked, f32[N]. Unstacked it may also be f32[rows]: 0 leaves a row unadapted.
-      index: i32[rows]: which adapter each row uses; None when there is one for all.
+      index: i32[rows]: which adapter each row uses; None when there is one for all, or one for each: stacked, N = rows,
+        in the rows' own order. The latter is for training: a row's gradient then comes out apart from the others'.
       present: (ids i32[N], how many i32[]) from `present_in`: inference goes through the adapters that its rows use,
         one by one; index 0 is then no adapter. None: rows gather theirs, which has a gradient and moves more memory.
     """
@@ -188,12 +189,15 @@ def deltas(x: Array, parts: Sequence[Mapping[str, Array]], scale: Array, index: 
     if index is None and scale.ndim == 0:
         a, b = (tuple(part[name].astype(x.dtype) for part in parts) for name in ("a", "b"))
         return list(low_rank_deltas(x, a, b, scale.astype(x.dtype)))
+    if index is None and parts[0]["a"].ndim == 3:
+        a, b = (tuple(part[name].astype(x.dtype) for part in parts) for name in ("a", "b"))
+        return list(jax.vmap(low_rank_deltas)(x, a, b, scale.astype(x.dtype)))
     return [delta(x, part, scale, index) for part in parts]
 
 
 def delta(x: Array, weights: Mapping[str, Array], scale: Array, index: Array | None) -> Array:
     """What the adapter adds to `x @ w`: scale * (x @ a) @ b. x [rows, T, in] -> [rows, T, out]."""
-    if index is None and scale.ndim == 0:
+    if index is None and (scale.ndim == 0 or weights["a"].ndim == 3):
         return deltas(x, [weights], scale, index)[0]
     inner = low_rank(x, weights["a"], scale, index)
     b = weights["b"].astype(x.dtype)
