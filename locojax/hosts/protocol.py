@@ -254,6 +254,7 @@ class EngineInfo:
       incarnation: differs from one start of the engine process to the next: what it held in memory is then gone.
       open_models, open_samplers: what it holds now.
       running: operations submitted and not yet answered.
+      losses: the names that ForwardBackward.loss may have; (): whoever asks leaves that check to the engine.
     """
 
     incarnation: str
@@ -268,6 +269,7 @@ class EngineInfo:
     open_models: tuple[str, ...]
     open_samplers: tuple[str, ...]
     running: tuple[str, ...]
+    losses: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
