@@ -376,5 +376,3 @@ def parse(request: type[AnyRequest], body: bytes, max_bytes: int = MAX_JSON_BYTE
         return request.model_validate_json(body or b"{}")
     except pydantic.ValidationError as error:
         raise refused_fields(error) from None
-
-
