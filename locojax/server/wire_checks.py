@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from locojax.hosts.protocol import EngineInfo
-from locojax.server.wire import SampleBody, TrainBody
 from locojax.server.wire_errors import WireError, shortened
+from locojax.server.wire_sample import SampleBody
 from locojax.server.wire_tensors import joined
+from locojax.server.wire_train import TrainBody
 from locojax.types import Datum
 
 MULTI_TARGET_LOSS = "cross_entropy"

@@ -25,7 +25,7 @@ NOTHING_LOGPROB = -99999.0
 OUTPUT_TYPE = "ArrayRecord"
 
 # The API has two reasons, and a completion that was aborted is one that was cut.
-_STOP_REASONS: Mapping[StopReason, pb.StopReason] = {
+_STOP_REASONS: Mapping[StopReason, pb.StopReason.ValueType] = {
     "stop": pb.STOP_REASON_STOP,
     "length": pb.STOP_REASON_LENGTH,
     "abort": pb.STOP_REASON_LENGTH,
@@ -117,7 +117,7 @@ def _topk_proto(topk: tuple[np.ndarray, np.ndarray]) -> pb.TopkLogprobs:
     )
 
 
-def _tensor_proto(array: np.ndarray, dtype: str, dtype_tag: pb.DType) -> pb.Tensor:
+def _tensor_proto(array: np.ndarray, dtype: str, dtype_tag: pb.DType.ValueType) -> pb.Tensor:
     return pb.Tensor(dense=np.asarray(array, dtype).tobytes(), dtype=dtype_tag, shape=array.shape)
 
 

@@ -6,6 +6,7 @@ Legend: N rows (positions), K columns. A sparse tensor is CSR: crow i64[N + 1], 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -266,3 +267,10 @@ def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
     """All values, flat, one array after the other."""
     flat = [array.reshape(-1) for array in arrays]
     return np.concatenate(flat) if flat else np.empty(0, np.float32)
+
+
+def digest_arrays(digest: hashlib.blake2b, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
+    """Adds named arrays, types and shapes included, to a digest."""
+    for name, array in arrays:
+        digest.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
+        digest.update(np.ascontiguousarray(array).data)
