@@ -1,0 +1,63 @@
+"""A real server, started as a user starts it, on a tiny model or any other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx
+
+ROOT = pathlib.Path(__file__).parents[2]
+READY_IN = 180.0  # seconds, with no program compiled yet
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(model: str, cwd: pathlib.Path, options: Sequence[str] = ()) -> Iterator[str]:
+    """`locojax serve MODEL` in `cwd` until the block ends; its URL, once it is ready. Its log is `cwd`/server.log."""
+    port = free_port()
+    command = [sys.executable, "-m", "locojax", "serve", model, "--port", str(port), "--data-dir", "data", *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    log = cwd / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_until_ready(url, process, log)
+        yield url
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"the server didn't stop within 30 s of SIGTERM:\n{tail(log)}") from None
+
+
+def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: pathlib.Path) -> None:
+    deadline = time.monotonic() + READY_IN
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise AssertionError(f"the server ended with {process.returncode}:\n{tail(log)}")
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/api/v1/healthz", timeout=5.0).status_code == 200:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"the server isn't ready after {READY_IN:.0f} s:\n{tail(log)}")
+
+
+def tail(log: pathlib.Path, num_lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
