@@ -1,0 +1,411 @@
+"""The device loop of an engine process, and its policy.
+
+A turn of the loop is:
+
+    take      all messages that have come; with nothing to do, wait for one
+    run       one step of sampling (a few decode iterations of every sample that runs), or one piece of training: a
+              micro-batch, or one operation such as an optim_step or a save
+    report    EngineStatus, about once a second
+
+- **Sampling and training** share the device by time: while there is both, whichever has had less of it, by
+  `sampling_share`, goes next. Neither saves up: time that one had to itself is not held against it.
+- **A model's operations** run strictly in the order of their submission, an OpenSampler of the model among them.
+  Consecutive forward_backwards may share micro-batches; anything else waits until all before it are done.
+- **Models** are independent: the one served longest ago goes first, and its micro-batch is filled up with the next
+  ones' rows. An operation that fails fails alone; a micro-batch that fails takes the forward_backwards in it along.
+- **Samples** join the running batch at the next step. They see the weights of their sampler, which are a copy: a sample
+  submitted before an optim_step is not affected by it.
+- **RemoveModel** overtakes: what is queued for the model fails at once. **Cancel** ends what has not begun; a Sample
+  finishes with what it has. **Shutdown** lets the piece that runs finish; all that is left fails, and says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import queue
+import time
+from typing import Literal
+
+from locojax.errors import DeadlineError, LocoError
+from locojax.hosts.protocol import (
+    Cancel,
+    CloseSampler,
+    EngineInfo,
+    EngineStatus,
+    Failed,
+    Finished,
+    ForwardBackward,
+    OpenSampler,
+    Operation,
+    OptimStep,
+    RemoveModel,
+    Result,
+    Sample,
+    SaveAdapter,
+    SaveState,
+    Shutdown,
+    Submit,
+)
+from locojax.hosts.serving_clock import PhaseClock
+from locojax.hosts.serving_lanes import Entry, Lane, Lanes, lane_of
+from locojax.hosts.serving_link import Link
+from locojax.hosts.serving_operations import Operations, Sampling, Tenants
+from locojax.types import ForwardBackwardResult, OptimStepResult
+
+log = logging.getLogger(__name__)
+
+Side = Literal["sampling", "training"]
+
+LONGEST_TURN = 10.0  # seconds that one turn counts for at most: one that compiled must not starve the other side
+_SAVES = (SaveState, SaveAdapter)
+_PHASES = {OptimStep: "optim", SaveState: "save", SaveAdapter: "save", OpenSampler: "publish"}
+
+
+class Share:
+    """Which side goes next, by the device time that each has had since there was work for both."""
+
+    def __init__(self, sampling_share: float):
+        self._weights = {"sampling": sampling_share, "training": 1.0 - sampling_share}
+        self._spent = {"sampling": 0.0, "training": 0.0}
+        self._contended = False
+
+    def next(self, *, sampling: bool, training: bool) -> Side | None:
+        """The side to serve; None if neither has work."""
+        self._contended = sampling and training
+        if not self._contended:
+            self._spent = dict.fromkeys(self._spent, 0.0)
+            return "sampling" if sampling else "training" if training else None
+        used = {side: self._spent[side] / self._weights[side] for side in self._spent}
+        return "training" if used["sampling"] > used["training"] else "sampling"
+
+    def spent(self, side: Side, seconds: float) -> None:
+        if self._contended:
+            self._spent[side] += min(seconds, LONGEST_TURN)
+
+
+@dataclasses.dataclass
+class Totals:
+    """Since the start of the engine process."""
+
+    trained_tokens: int = 0
+    optimizer_steps: int = 0
+    operations: int = 0
+    failures: int = 0
+
+
+class Loop:
+    """Runs what front ends submit until one of them says Shutdown. One thread, which owns the devices.
+
+    Args:
+      info: what is served; its open models and samplers are kept up to date and published.
+      rows: of a micro-batch.
+      sampling_share, status_seconds: see `ServeSettings`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        trainer: Tenants,
+        samplers: Sampling,
+        operations: Operations,
+        clock: PhaseClock,
+        info: EngineInfo,
+        *,
+        rows: int,
+        sampling_share: float = 0.5,
+        status_seconds: float = 1.0,
+    ):
+        self._link, self._trainer, self._samplers, self._operations = link, trainer, samplers, operations
+        self._clock, self._info, self._rows = clock, info, rows
+        self._status_seconds = status_seconds
+        self._share = Share(sampling_share)
+        self._lanes = Lanes()
+        self._numbers = itertools.count()
+        self._sampling: dict[str, None] = {}  # operations in `samplers`
+        self._held: dict[str, list[Submit]] = {}  # samples of a sampler that is yet to open
+        self._totals = Totals()
+        self._stopping = False
+        self._next_status = 0.0
+
+    def run(self) -> None:
+        """Returns after Shutdown, every operation answered."""
+        self._publish()
+        while not self._stopping:
+            self._take()
+            self._turn()
+            self._report()
+        self._fail_the_rest()
+
+    # Taking messages.
+
+    def _take(self) -> None:
+        inbox, idle = self._link.inbox, not (self._samplers.num_unfinished or len(self._lanes))
+        try:
+            if idle:
+                with self._clock.phase("idle"):
+                    message = inbox.get(timeout=max(self._next_status - time.monotonic(), 0.001))
+            else:
+                message = inbox.get_nowait()
+            self._receive(message)
+            while not self._stopping:
+                self._receive(inbox.get_nowait())
+        except queue.Empty:
+            return
+
+    def _receive(self, message: Submit | Cancel | Shutdown) -> None:
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel(operation_id):
+                self._cancel(operation_id)
+            case Shutdown():
+                self._stopping = True
+
+    def _submit(self, message: Submit) -> None:
+        operation = message.operation
+        self._totals.operations += 1
+        if isinstance(operation, Sample):
+            self._sample(message)
+            return
+        lane = lane_of(operation)
+        if isinstance(operation, RemoveModel):
+            self._empty(lane)
+        elif isinstance(operation, (OpenSampler, CloseSampler)) and lane[0] == "sampler":
+            # What is said of a sampler that a model's queue is yet to open comes after that.
+            lane = self._lanes.opening(operation.sampler_id) or lane
+        self._lanes.add(Entry(message.operation_id, operation, next(self._numbers)), lane)
+
+    def _empty(self, lane: Lane) -> None:
+        """Fails what is queued for a model that is to go, and leaves what isn't the model's own business."""
+        for entry in self._lanes.forget(lane):
+            if isinstance(entry.operation, RemoveModel) or lane_of(entry.operation) != lane:
+                self._lanes.add(entry, lane)
+                continue
+            self._fail(entry.operation_id, "user", f"Model {lane[1]!r} was removed before this ran.")
+            self._release(entry.operation)
+
+    def _sample(self, message: Submit) -> None:
+        operation = message.operation
+        assert isinstance(operation, Sample)
+        if operation.sampler_id not in self._samplers.ids and self._lanes.opening(operation.sampler_id):
+            self._held.setdefault(operation.sampler_id, []).append(message)
+            return
+        try:
+            self._samplers.add(message.operation_id, operation)
+        except Exception as error:  # whatever is wrong with it, it is wrong with this one
+            self._failed(message.operation_id, operation, error)
+        else:
+            self._sampling[message.operation_id] = None
+
+    def _release(self, operation: Operation) -> None:
+        """Lets samples go on that waited for an OpenSampler, which has now run or failed."""
+        if isinstance(operation, OpenSampler) and not self._lanes.opening(operation.sampler_id):
+            for message in self._held.pop(operation.sampler_id, []):
+                self._sample(message)
+
+    def _cancel(self, operation_id: str) -> None:
+        if operation_id in self._sampling:
+            self._samplers.abort(operation_id)
+            return
+        for held in self._held.values():
+            for message in held:
+                if message.operation_id == operation_id:
+                    held.remove(message)
+                    self._fail(operation_id, "user", "The request was cancelled before it ran.")
+                    return
+        found = self._lanes.find(operation_id)
+        if found is not None and not found[0].started:
+            self._lanes.remove(*found)
+            self._fail(operation_id, "user", "The request was cancelled before it ran.")
+            self._release(found[0].operation)
+
+    # Running.
+
+    def _turn(self) -> None:
+        side = self._share.next(sampling=self._samplers.num_unfinished > 0, training=len(self._lanes) > 0)
+        if side is None or self._stopping:
+            return
+        start = time.monotonic()
+        if side == "sampling":
+            self._step()
+        else:
+            lane = self._lanes.in_turn()[0]
+            if isinstance(self._lanes.head(lane).operation, ForwardBackward):
+                self._micro_batch()
+            else:
+                self._whole(lane)
+        self._share.spent(side, time.monotonic() - start)
+
+    def _step(self) -> None:
+        """One step of sampling."""
+        try:
+            finished = self._samplers.step()
+        except Exception as error:  # the samples that run are lost, not the engine
+            self._lose_samples(error)
+            return
+        for tokens in self._samplers.drain():
+            self._link.tell(tokens)
+        for operation_id, sampled in finished:
+            if operation_id in self._sampling:
+                del self._sampling[operation_id]
+                self._link.answer(Finished(operation_id, sampled))
+
+    def _lose_samples(self, error: Exception) -> None:
+        log.error("Sampling failed", exc_info=error)
+        for operation_id in list(self._sampling):
+            del self._sampling[operation_id]
+            self._samplers.abort(operation_id)
+            self._fail(operation_id, "server", _unexpected("sampling", error))
+
+    def _whole(self, lane: Lane) -> None:
+        """One operation that is run in one go."""
+        entry = self._lanes.head(lane)
+        operation = entry.operation
+        self._lanes.served(lane)
+        try:
+            with self._clock.phase(_PHASES.get(type(operation), "other")):
+                result = self._operations.run(operation)
+        except Exception as error:  # the next operation must not pay for this one
+            self._lanes.remove(entry, lane)
+            self._failed(entry.operation_id, operation, error)
+        else:
+            self._lanes.remove(entry, lane)
+            if isinstance(operation, RemoveModel):
+                self._lanes.retire(lane)
+            if isinstance(result, OptimStepResult):
+                self._totals.optimizer_steps += result.applied
+            self._publish()
+            self._finished(entry.operation_id, result)
+        self._release(operation)
+
+    def _micro_batch(self) -> None:
+        """One micro-batch, of rows of the models in turn."""
+        chosen: list[tuple[Entry, Lane]] = []
+        num_rows = 0
+        for lane in self._lanes.in_turn():
+            for entry in self._lanes.forward_backwards(lane):
+                if num_rows < self._rows and self._begin(entry, lane):
+                    assert entry.work is not None
+                    chosen.append((entry, lane))
+                    num_rows += entry.work.num_rows_left
+        works = [entry.work for entry, _ in chosen if entry.work is not None]
+        before = [work.num_rows_left for work in works]
+        try:
+            with self._clock.phase("train"):
+                if num_rows:
+                    self._trainer.advance(works)
+                results = [work.result() if work.done else None for work in works]
+        except Exception as error:  # fails what was in it; the other models' queues go on
+            self._lose_gradients(chosen, error)
+            return
+        for (entry, lane), work, rows, result in zip(chosen, works, before, results, strict=True):
+            if work.num_rows_left < rows:
+                entry.started = True
+                self._lanes.served(lane)
+            if result is not None:
+                self._totals.trained_tokens += int(result.metrics.get("num_datum_tokens:sum", 0))
+                self._lanes.remove(entry, lane)
+                self._finished(entry.operation_id, result)
+
+    def _begin(self, entry: Entry, lane: Lane) -> bool:
+        """Checks and packs a forward_backward if that is yet to be done; False if it is at fault and was answered."""
+        if entry.work is not None:
+            return True
+        operation = entry.operation
+        assert isinstance(operation, ForwardBackward)
+        try:
+            with self._clock.phase("pack"):
+                entry.work = self._trainer.begin(
+                    operation.model_id, operation.data, operation.loss, operation.loss_config,
+                    gradient=operation.gradient,
+                )  # fmt: skip
+        except Exception as error:  # whatever is wrong with it, it is wrong with this one
+            self._lanes.served(lane)
+            self._lanes.remove(entry, lane)
+            self._failed(entry.operation_id, operation, error)
+            return False
+        return True
+
+    def _lose_gradients(self, chosen: list[tuple[Entry, Lane]], error: Exception) -> None:
+        """A micro-batch failed: part of its works' gradient may be in the accumulators, and part is not."""
+        log.error("A micro-batch failed", exc_info=error)
+        text = _unexpected("forward_backward", error)
+        for lane in dict.fromkeys(lane for _, lane in chosen):
+            try:
+                self._operations.drop_gradient(lane[1])
+                text += f" What model {lane[1]!r} had accumulated since its last optim_step was dropped."
+            except Exception:  # the model is lost; its next operation will say so
+                log.exception("Model %s could not be cleared", lane[1])
+        for entry, lane in chosen:
+            self._lanes.served(lane)
+            self._lanes.remove(entry, lane)
+            self._fail(entry.operation_id, "server", text)
+
+    # Answering.
+
+    def _finished(self, operation_id: str, result: Result | ForwardBackwardResult) -> None:
+        self._link.answer(Finished(operation_id, result))
+
+    def _failed(self, operation_id: str, operation: Operation, error: Exception) -> None:
+        """An error that was raised on purpose is the request's fault, unless it was ours to write a file."""
+        if isinstance(error, LocoError) and not isinstance(error, DeadlineError):
+            category: Literal["user", "server"] = "server" if isinstance(operation, _SAVES) else "user"
+            self._fail(operation_id, category, str(error))
+            return
+        log.error("%s failed", type(operation).__name__, exc_info=error)
+        self._fail(operation_id, "server", _unexpected(type(operation).__name__, error))
+
+    def _fail(self, operation_id: str, category: Literal["user", "server"], text: str) -> None:
+        self._totals.failures += 1
+        self._link.answer(Failed(operation_id, category, text))
+
+    def _fail_the_rest(self) -> None:
+        left = [*self._sampling, *(entry.operation_id for entry in self._lanes.entries())]
+        left += [message.operation_id for held in self._held.values() for message in held]
+        while True:
+            try:
+                message = self._link.inbox.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(message, Submit):
+                left.append(message.operation_id)
+        for operation_id in left:
+            self._fail(operation_id, "server", "The engine was stopped before this was done. Send it again.")
+
+    def _publish(self) -> None:
+        """Tells the link what is open now."""
+        self._info = dataclasses.replace(
+            self._info, open_models=tuple(self._trainer.model_ids), open_samplers=tuple(self._samplers.ids)
+        )
+        self._link.publish(self._info)
+
+    def _report(self) -> None:
+        now = time.monotonic()
+        if now < self._next_status:
+            return
+        self._next_status = now + self._status_seconds
+        stats, totals = self._samplers.stats, self._totals
+        waiting = self._samplers.num_waiting
+        gauges = {
+            "num_running_samples": self._samplers.num_unfinished - waiting,
+            "num_waiting_samples": waiting + sum(len(held) for held in self._held.values()),
+            "num_models": len(self._trainer.model_ids),
+            "num_samplers": len(self._samplers.ids),
+            "num_queued_operations": len(self._lanes),
+            "num_unacknowledged_answers": self._link.num_unacknowledged,
+        }
+        running = {
+            "sampled_tokens": stats.num_tokens,
+            "prompt_tokens": stats.num_prompt_tokens,
+            "prefix_hits": stats.num_prefix_hits,
+            "compilations": stats.num_compilations,
+            **dataclasses.asdict(totals),
+        }
+        self._link.tell(EngineStatus(gauges, running, self._clock.seconds(), self._lanes.lengths()))
+
+
+def _unexpected(what: str, error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ["no text"]
+    return f"The server failed at {what} ({type(error).__name__}: {lines[0][:500]}). Its log says more."

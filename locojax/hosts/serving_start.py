@@ -1,0 +1,156 @@
+"""From settings to a loop that can serve: the model is loaded, the trainer and the samplers made, programs compiled."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from locojax.hosts import tenant_checkpoints
+from locojax.hosts.protocol import EngineInfo
+from locojax.hosts.samplers import Samplers
+from locojax.hosts.serving_clock import PhaseClock
+from locojax.hosts.serving_link import Link
+from locojax.hosts.serving_loop import Loop
+from locojax.hosts.serving_operations import Operations
+from locojax.hosts.serving_settings import ServeSettings
+from locojax.models import decoder
+from locojax.models.hub import LoadedModel, load_model
+from locojax.models.lora import LoraSpec, empty_stack
+from locojax.models.spec import ModelSpec
+from locojax.rollout.engine import Engine
+from locojax.rollout.settings import EngineSettings
+from locojax.training.platform import auto_dtype
+from locojax.training.programs import Tree
+from locojax.training.tenants import TenantSettings, TenantTrainer
+from locojax.types import AdamParams, Datum
+
+AUTO_ROW_TOKENS = 1024
+
+WARM_UP_MODEL = "warm-up"
+
+
+def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Callable[[str], None]) -> Loop:
+    """A loop that is ready to run.
+
+    Args:
+      progress: told what is being done now.
+
+    Raises:
+      ModelError: the model can't be loaded. ConfigError: the settings don't fit it.
+    """
+    with clock.phase("load"):
+        progress(f"loading {settings.model}")
+        cache = None if settings.cache_dir is None else Path(settings.cache_dir)
+        model = load_model(settings.model, cache_in=cache)
+        base = tenant_checkpoints.identify(settings.name or settings.model, model.spec, model.params)
+        progress("moving the weights to the devices")
+        trainer = _trainer(settings, model, clock)
+        engine = _engine(settings, model, clock)
+    samplers = Samplers(engine, max_resident=settings.max_resident_samplers)
+    if settings.warm_up:
+        with clock.phase("warm_up"):
+            progress("compiling the programs for training")
+            _warm_up_training(trainer, settings)
+            progress("compiling the programs for sampling")
+            engine.warm_up_server()
+    info = EngineInfo(
+        incarnation=uuid.uuid4().hex,
+        model_name=base.name,
+        family=model.spec.family,
+        vocab_size=model.spec.vocab_size,
+        max_context=_max_context(settings, model.spec),
+        max_row_tokens=_row_tokens(settings, model.spec),
+        max_adapters=settings.max_adapters,
+        max_rank=settings.max_rank,
+        eos_ids=tuple(model.tokenizer.eos_ids),
+        open_models=(),
+        open_samplers=(),
+        running=(),
+    )
+    operations = Operations(trainer, samplers, base, alpha=settings.alpha, max_rank=settings.max_rank)
+    return Loop(
+        link,
+        trainer,
+        samplers,
+        operations,
+        clock,
+        info,
+        rows=settings.rows,
+        sampling_share=settings.sampling_share,
+        status_seconds=settings.status_seconds,
+    )
+
+
+def _max_context(settings: ServeSettings, spec: ModelSpec) -> int:
+    return min(settings.max_context or spec.max_context, spec.max_context)
+
+
+def _row_tokens(settings: ServeSettings, spec: ModelSpec) -> int:
+    if settings.row_tokens == "auto":
+        return min(_max_context(settings, spec), AUTO_ROW_TOKENS)
+    return int(settings.row_tokens)
+
+
+def _trainer(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> TenantTrainer:
+    return TenantTrainer(
+        model.spec,
+        model.params,
+        TenantSettings(
+            row_tokens=_row_tokens(settings, model.spec),
+            rows=settings.rows,
+            max_adapters=settings.max_adapters,
+            max_rank=settings.max_rank,
+            compute_dtype=settings.compute_dtype,
+            remat=settings.remat,
+        ),
+        phase=clock.phase,
+    )
+
+
+def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> Engine:
+    """An engine with the base model loaded, and room for the samplers' adapters beside it."""
+    dtype = auto_dtype() if settings.sample_dtype == "auto" else settings.sample_dtype
+    engine = Engine(
+        model.spec,
+        EngineSettings(
+            max_slots=settings.max_slots,
+            min_rows=settings.min_rows,
+            max_prefill_tokens=settings.max_prefill_tokens,
+            max_iterations=settings.max_iterations,
+            kv_bytes=settings.kv_bytes,
+            max_context=settings.max_context,
+            logprobs_of=settings.logprobs_of,
+            dtype=dtype,
+        ),
+        model.tokenizer,
+        phase=clock.phase,
+    )
+    stack = empty_stack(model.spec, settings.max_rank, settings.max_resident_samplers + 1, jnp.dtype(dtype))
+    engine.load(_unstacked(model.params, model.spec, dtype), 0, stack)
+    return engine
+
+
+@partial(jax.jit, static_argnames=("spec", "dtype"))
+def _unstacked(params: Tree, spec: ModelSpec, dtype: str) -> Tree:
+    return decoder.unstack(params, spec, jnp.dtype(dtype))
+
+
+def _warm_up_training(trainer: TenantTrainer, settings: ServeSettings) -> None:
+    """Runs each program once, on a model that is gone afterwards."""
+    trainer.create(WARM_UP_MODEL, LoraSpec(settings.max_rank, unembed=True), seed=0)
+    tokens = np.zeros(2, np.int32)
+    datum = Datum(tokens, {"target_tokens": tokens, "weights": np.ones(2, np.float32)})
+    for gradient in (False, True):
+        work = trainer.begin(WARM_UP_MODEL, [datum], "cross_entropy", {}, gradient=gradient)
+        while not work.done:
+            trainer.advance([work])
+        work.result()
+    trainer.optim_step(WARM_UP_MODEL, AdamParams())
+    trainer.restore(WARM_UP_MODEL, trainer.state(WARM_UP_MODEL), optimizer=True)
+    trainer.remove(WARM_UP_MODEL)

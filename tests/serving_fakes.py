@@ -1,0 +1,142 @@
+"""A trainer and samplers without jax, for the tests of the serving loop: they note what is done to them, in order."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from locojax.errors import CapacityError, RequestError
+from locojax.hosts.protocol import EngineInfo, Sampled
+from locojax.rollout.stats import EngineStats
+from locojax.types import Completion, ForwardBackwardResult, OptimStepResult
+
+INFO = EngineInfo("inc1", "tiny", "llama", 257, 256, 64, 4, 8, (256,), (), (), ())
+
+
+@dataclasses.dataclass(eq=False)
+class FakeWork:
+    model_id: str
+    num_rows_left: int
+    losing: bool = False
+
+    @property
+    def done(self):
+        return self.num_rows_left == 0
+
+    def result(self):
+        return ForwardBackwardResult((), {"loss:sum": 1.0, "num_datum_tokens:sum": 7.0})
+
+
+class FakeTenants:
+    """One datum is one row. The loss "bad" is refused; a micro-batch with the loss "boom" in it blows up."""
+
+    def __init__(self, rows, log, max_adapters=4):
+        self.rows, self.log, self.max_adapters = rows, log, max_adapters
+        self.models = {}
+
+    @property
+    def model_ids(self):
+        return tuple(self.models)
+
+    def create(self, model_id, lora, seed):
+        if len(self.models) == self.max_adapters:
+            raise CapacityError("All 4 slots are taken")
+        self.models[model_id] = [lora, 0]
+        self.log.append(("create", model_id))
+
+    def remove(self, model_id):
+        del self.models[model_id]
+        self.log.append(("remove", model_id))
+
+    def begin(self, model_id, data, loss, loss_config, *, gradient=True):
+        if model_id not in self.models:
+            raise RequestError(f"There is no model {model_id!r}")
+        if loss == "bad":
+            raise RequestError("Unknown loss 'bad'")
+        return FakeWork(model_id, len(data), loss == "boom")
+
+    def advance(self, works):
+        assert works
+        room, taken = self.rows, []
+        for work in works:
+            n = min(work.num_rows_left, room)
+            work.num_rows_left -= n
+            room -= n
+            taken.append((work.model_id, n))
+        self.log.append(("micro", tuple(taken)))
+        if any(work.losing for work in works):
+            raise ValueError("something blew up\nwith a long tail")
+
+    def optim_step(self, model_id, adam):
+        self.models[model_id][1] += 1
+        self.log.append(("optim", model_id))
+        return OptimStepResult(True, self.models[model_id][1], {}, None)
+
+    def state(self, model_id):
+        return {"adapter": {"q": {"a": np.zeros((2, 3), np.float32)}}}
+
+    def restore(self, model_id, state, *, optimizer):
+        self.log.append(("restore", model_id))
+
+    def adapter(self, model_id):
+        return {"version": self.models[model_id][1]}
+
+    def lora(self, model_id):
+        return self.models[model_id][0]
+
+    def policy_version(self, model_id):
+        return self.models[model_id][1]
+
+
+class FakeSamplers:
+    """A sample takes `max_tokens` steps; its completion holds the version of the sampler when it began."""
+
+    def __init__(self, log):
+        self.log = log
+        self.opened, self.running, self.aborted = {}, {}, []
+        self.stats, self.num_waiting = EngineStats(), 0
+        self.broken = False
+
+    @property
+    def ids(self):
+        return tuple(self.opened)
+
+    @property
+    def num_unfinished(self):
+        return len(self.running) + len(self.aborted)
+
+    def open(self, sampler_id, adapter, lora, version):
+        self.opened[sampler_id] = version
+        self.log.append(("open", sampler_id, version))
+
+    def close(self, sampler_id):
+        self.log.append(("close", sampler_id))
+        return self.opened.pop(sampler_id, None) is not None
+
+    def add(self, operation_id, sample):
+        if sample.sampler_id not in self.opened:
+            raise RequestError(f"There is no sampler {sample.sampler_id!r}")
+        self.running[operation_id] = [sample.params.max_tokens, self.opened[sample.sampler_id]]
+
+    def abort(self, operation_id):
+        self.aborted.append((operation_id, self.running.pop(operation_id)[1]))
+        return True
+
+    def step(self):
+        self.log.append(("step",))
+        if self.broken:
+            raise ValueError("the device is gone")
+        finished, self.aborted = self.aborted, []
+        for operation_id, mine in list(self.running.items()):
+            mine[0] -= 1
+            if mine[0] == 0:
+                finished.append((operation_id, self.running.pop(operation_id)[1]))
+        return [(operation_id, _sampled(version)) for operation_id, version in finished]
+
+    def drain(self):
+        return []
+
+
+def _sampled(version):
+    return Sampled((Completion(0, (5,), np.zeros(1, np.float32), "x", "length", None, version),))
