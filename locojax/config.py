@@ -133,9 +133,18 @@ class LossConfig:
         "auto", "Upper bound on the ratio (ppo, cispo, gspo). auto: the loss's own.", low=1
     )
     dro_beta: float = setting(0.05, "Strength of dro's quadratic term.", low=0)
-    normalise: Literal["tokens", "completions"] = setting(
-        "completions", "Divide the summed loss by the batch's trained tokens, or by its completions x max_tokens."
+    normalise: Literal["tokens", "completions", "constant"] = setting(
+        "constant",
+        "Mean over the batch's trained tokens (tokens); of each completion's mean (completions); or the sum over "
+        "completions x max_tokens (constant).",
     )
+    tis_cap: float | None = setting(
+        None, "Truncated importance sampling: cap on the trainer/sampler ratio. Takes one more forward pass.", above=0
+    )
+    icepop_low: float | None = setting(
+        None, "IcePop: tokens whose trainer/sampler ratio is below are left out. One more forward pass.", above=0
+    )
+    icepop_high: float | None = setting(None, "IcePop: tokens whose ratio is above are left out.", above=0)
     kl: Literal["none", "k1", "k2", "k3"] = setting("none", "Estimator of the KL to the starting policy.")
     kl_coefficient: float = setting(0.0, "Weight of the KL term.", low=0)
     kl_in: Literal["reward", "loss"] = setting("loss", "Where the KL term goes: off the reward, or onto the loss.")
@@ -238,6 +247,20 @@ def check(config: Config) -> None:
             )
     if loss.kl == "none" and loss.kl_coefficient > 0:
         _contradiction(f"loss.kl_coefficient is {loss.kl_coefficient:g} and loss.kl is 'none'", "Choose k1, k2 or k3")
+    if loss.name == "dro" and loss.normalise == "completions":
+        _contradiction(
+            "loss.name is 'dro' and loss.normalise is 'completions', but dro's quadratic term has one strength for all "
+            "completions",
+            "Choose loss.normalise 'tokens' or 'constant'",
+        )
+    if (loss.icepop_low is None) != (loss.icepop_high is None):
+        _contradiction(
+            f"loss.icepop_low is {loss.icepop_low} and loss.icepop_high is {loss.icepop_high}", "Set both, or neither"
+        )
+    if loss.icepop_low is not None and loss.icepop_high is not None and loss.icepop_low > loss.icepop_high:
+        _contradiction(
+            f"loss.icepop_low ({loss.icepop_low:g}) is above loss.icepop_high ({loss.icepop_high:g})", "Swap them"
+        )
     if config.run.prompts_per_step < training.substeps:
         _contradiction(
             f"training.substeps is {training.substeps} and run.prompts_per_step is {config.run.prompts_per_step}",

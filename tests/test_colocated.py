@@ -108,7 +108,8 @@ def test_a_resumed_run_is_the_one_that_was_never_interrupted(config):
     [
         ["training.method=lora", "training.lora_rank=4", "training.lora_unembed=true"],
         ["training.substeps=3", "loss.name=ppo"],
-        ["loss.name=gspo", "training.advantage=std"],
+        ["loss.name=gspo", "training.advantage=std", "loss.normalise=completions"],
+        ["loss.tis_cap=2", "loss.icepop_low=0.5", "loss.icepop_high=5", "training.substeps=3"],
         ["loss.kl=k2", "loss.kl_coefficient=0.1"],
         ["loss.kl=k1", "loss.kl_coefficient=0.1", "loss.kl_in=reward", "loss.name=dro"],
         ["training.method=lora", "loss.kl=k3", "loss.kl_coefficient=0.1", "loss.name=cispo"],

@@ -71,6 +71,18 @@ def test_unknown_key_as_an_argument():
     assert "'optimizer' is a section, not a setting" in refusal("optimizer=adam")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["loss.icepop_low=0.5"], "loss.icepop_low is 0.5 and loss.icepop_high is None. Set both, or neither"),
+        (["loss.icepop_low=2", "loss.icepop_high=1"], "loss.icepop_low (2) is above loss.icepop_high (1). Swap them"),
+        (["loss.name=dro", "loss.normalise=completions"], "dro's quadratic term has one strength for all completions"),
+    ],
+)
+def test_loss_settings_that_contradict_each_other(arguments, problem):
+    assert problem in refusal(*arguments)
+
+
 def test_wrong_type():
     assert refusal("rollout.group_size=four") == (
         "Setting 'rollout.group_size' has a value of the wrong type (argument 'rollout.group_size=four'). "

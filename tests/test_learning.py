@@ -9,6 +9,7 @@ import pytest
 
 from locojax.config import Config, load
 from locojax.hosts import learning
+from locojax.training.aggregation import Totals
 from locojax.types import Completion, Group, Prompt, Reward, Rollout
 
 
@@ -25,15 +26,37 @@ def config(*arguments: str) -> Config:
     return load(None, ["rollout.max_tokens=10", *arguments])
 
 
+def normalised_advantages(groups: list[Group], *arguments: str) -> list[np.ndarray]:
+    chosen = config(*arguments)
+    return [datum.inputs["advantages"] for datum in learning.normalised(learning.lesson(groups, chosen), chosen)]
+
+
 def test_advantages_carry_the_batch_denominator():
     groups = [group("a", [1, 0, 0, 0], [1, 2, 3, 4]), group("b", [1, 1, 1, 1], [5, 5, 5, 5])]
-    by_completions = learning.lesson(groups, config())
-    assert by_completions.denominator == 8 * 10  # every scorable completion x max_tokens
-    assert len(by_completions.data) == 4  # the group without a signal is not trained on
-    np.testing.assert_allclose(by_completions.data[0].inputs["advantages"][1:], 0.75 / 80)
-    by_tokens = learning.lesson(groups, config("loss.normalise=tokens"))
-    assert by_tokens.denominator == 1 + 2 + 3 + 4
-    np.testing.assert_allclose(by_tokens.data[3].inputs["advantages"][1:], -0.25 / 10, rtol=1e-6)
+    constant = normalised_advantages(groups)
+    assert len(constant) == 4  # the group without a signal is not trained on
+    np.testing.assert_allclose(constant[0][1:], 0.75 / (8 * 10))  # every scorable completion x max_tokens
+    by_tokens = normalised_advantages(groups, "loss.normalise=tokens")
+    np.testing.assert_allclose(by_tokens[3][1:], -0.25 / (1 + 2 + 3 + 4), rtol=1e-6)
+    by_completions = normalised_advantages(groups, "loss.normalise=completions")
+    np.testing.assert_allclose(by_completions[3][1:], -0.25 / (4 * 8), rtol=1e-6)  # its own length x completions
+
+
+@pytest.mark.parametrize("normalise", ["tokens", "completions", "constant"])
+def test_a_kl_term_is_divided_as_the_advantages_are(normalise):
+    """In the reward it comes off before they are divided; in the loss each token's weight carries the division."""
+    groups = [group("a", [1, 0], [2, 4])]
+    reference = [np.full(3, -0.7, np.float32), np.full(5, -0.7, np.float32)]
+    plain = normalised_advantages(groups, f"loss.normalise={normalise}")
+    shares = [np.where(adv != 0, adv / raw, 0) for adv, raw in zip(plain, (0.5, -0.5), strict=True)]
+    for place in ("reward", "loss"):
+        chosen = config(f"loss.normalise={normalise}", "loss.kl=k1", "loss.kl_coefficient=0.1", f"loss.kl_in={place}")
+        lesson = learning.with_reference(learning.lesson(groups, chosen), reference, chosen)
+        for datum, adv, share in zip(learning.normalised(lesson, chosen), plain, shares, strict=True):
+            if place == "loss":
+                np.testing.assert_allclose(datum.inputs["weights"], share, rtol=1e-6)
+            else:  # sampled at -0.5, so k1 is 0.2
+                np.testing.assert_allclose(datum.inputs["advantages"], adv - 0.1 * 0.2 * share, rtol=1e-5)
 
 
 def test_nothing_to_learn_leaves_no_data():
@@ -49,7 +72,7 @@ def test_masked_truncation_is_out_of_sum_and_denominator():
     second = dataclasses.replace(cut.rollouts[1].completion, stop_reason="length")
     cut = Group(cut.prompt, (cut.rollouts[0], Rollout(second, Reward(0.0))))
     masked = learning.lesson([cut], config("training.mask_truncated=true", "loss.normalise=tokens"))
-    assert masked.denominator == 4 and masked.stats.num_completion_tokens == 8
+    assert masked.totals.denominator("tokens") == 4 and masked.stats.num_completion_tokens == 8
 
 
 def test_substeps_cut_the_batch_without_loss():
@@ -75,9 +98,13 @@ def test_schedules(schedule, expected):
 
 
 def test_the_loss_gets_only_the_settings_it_has():
-    assert learning.loss_config(config(), 1.0) == {}
-    assert learning.loss_config(config("loss.name=ppo", "loss.clip_high=1.5"), 1.0) == {"clip_high_threshold": 1.5}
-    dro = learning.loss_config(config("loss.name=dro", "loss.dro_beta=0.1"), 50.0)
+    totals = Totals(num_tokens=50, num_completions=7, max_tokens=10)
+    assert learning.loss_config(config(), totals) == {}
+    assert learning.loss_config(config("loss.name=ppo", "loss.clip_high=1.5"), totals) == {"clip_high_threshold": 1.5}
+    assert learning.loss_config(config("loss.tis_cap=2", "loss.icepop_low=0.5", "loss.icepop_high=5"), totals) == {
+        "tis_cap": 2.0, "icepop_low": 0.5, "icepop_high": 5.0
+    }  # fmt: skip
+    dro = learning.loss_config(config("loss.name=dro", "loss.dro_beta=0.1", "loss.normalise=tokens"), totals)
     assert dro == {"beta": pytest.approx(0.002)}  # as divided as its advantages
 
 

@@ -283,6 +283,12 @@ def test_token_mean_and_sequence_mean():
     assert total("tokens") == pytest.approx(3.3333, abs=1e-4)
     assert total("completions") == pytest.approx(6.0)
     assert total("sum") == pytest.approx(20.0)
+    totals = Totals.of(masks, max_tokens=10)
+    assert totals.denominator("constant") == 20
+    constant = aggregation_weights(masks, "constant", totals)
+    np.testing.assert_allclose([w.max() for w in constant], 1 / 20)
+    with pytest.raises(RequestError, match="'completions' has no common denominator. Expected: sum, tokens, constant"):
+        totals.denominator("completions")
 
 
 def test_a_masked_completion_is_in_no_denominator():

@@ -184,11 +184,13 @@ class Loop:
         self._num_idle_steps = 0
         if config.loss.kl_coefficient > 0:
             lesson = learning.with_reference(lesson, self._worker.reference_logprobs(lesson.data), config)
+        if learning.needs_old_logprobs(config):
+            lesson = learning.with_old(lesson, self._worker.logprobs(lesson.data))
         results, gap, update = [], learning.gap((), ()), None
-        parts = learning.substeps(lesson.data, config.training.substeps)
+        parts = learning.substeps(learning.normalised(lesson, config), config.training.substeps)
         for index, data in enumerate(parts):
             self._progress.train(step_index, index, len(parts))
-            settings = learning.loss_config(config, lesson.denominator)
+            settings = learning.loss_config(config, lesson.totals)
             results.append(self._worker.forward_backward(data, config.loss.name, settings))
             if index == 0:
                 gap = learning.gap(data, results[0].outputs)

@@ -15,6 +15,7 @@ from locojax.hosts.mismatch import Mismatch, mismatch
 from locojax.hosts.phases import StepAccount
 from locojax.rl.advantages import AdvantageResult, advantages
 from locojax.rl.datums import DatumStats, group_datums, sum_stats
+from locojax.training.aggregation import Totals, aggregation_weights
 from locojax.training.kl import kl_in_reward
 from locojax.types import AdamParams, Datum, Group, OptimStepResult
 
@@ -27,23 +28,20 @@ class Lesson:
     """What one batch of groups teaches. Filled by `lesson`.
 
     Attributes:
-      data: with advantages and denominators in; empty if no group has a signal.
-      denominator: what the summed loss was divided by.
-      advantages: per group, in the order of its rollouts; not divided.
+      data: empty if no group has a signal. Sums still: see `normalised`.
+      totals: the denominators of the whole batch.
+      advantages: per group, in the order of its rollouts.
       stats: counts over the groups.
     """
 
     data: tuple[Datum, ...]
-    denominator: float
+    totals: Totals
     advantages: tuple[AdvantageResult, ...]
     stats: DatumStats
 
 
 def lesson(groups: Sequence[Group], config: Config) -> Lesson:
-    """Advantages within each group, and the data of those that have a signal, over the batch's one denominator.
-
-    The denominator is known before anything is trained, so no cut of the batch can change the gradient.
-    """
+    """Advantages within each group, and the data of those that have a signal."""
     training, keeps_all = config.training, config.loss.kl_coefficient > 0
     results, parts = [], []
     for group in groups:
@@ -53,19 +51,22 @@ def lesson(groups: Sequence[Group], config: Config) -> Lesson:
             group_datums(group, result, mask_truncated=training.mask_truncated, keep_zero_variance=keeps_all)
         )
     stats = sum_stats(part.stats for part in parts)
-    if config.loss.normalise == "tokens":
-        denominator = float(max(stats.num_trained_tokens, 1))
-    else:
-        denominator = float(max(stats.num_samples - stats.num_unscorable, 1) * config.rollout.max_tokens)
-    data = tuple(_divided(datum, denominator) for part in parts for datum in part.datums)
-    return Lesson(data, denominator, tuple(results), stats)
+    totals = Totals(stats.num_trained_tokens, stats.num_samples - stats.num_unscorable, config.rollout.max_tokens)
+    data = tuple(datum for part in parts for datum in part.datums)
+    return Lesson(data, totals, tuple(results), stats)
 
 
-def _divided(datum: Datum, denominator: float) -> Datum:
-    inputs = dict(datum.inputs)
-    for name in ("advantages", "weights"):
-        inputs[name] = inputs[name] / np.float32(denominator)
-    return Datum(datum.tokens, inputs)
+def normalised(learned: Lesson, config: Config) -> tuple[Datum, ...]:
+    """The lesson's data with the aggregation's weights multiplied into advantages and weights.
+
+    The denominators are known before anything is trained, so no cut of the batch can change the gradient.
+    """
+    masks = [datum.inputs["weights"] for datum in learned.data]
+    weights = aggregation_weights(masks, config.loss.normalise, learned.totals)
+    return tuple(
+        Datum(datum.tokens, {**datum.inputs, "advantages": datum.inputs["advantages"] * weight, "weights": weight})
+        for datum, weight in zip(learned.data, weights, strict=True)
+    )
 
 
 def with_reference(learned: Lesson, reference: Sequence[np.ndarray], config: Config) -> Lesson:
@@ -85,13 +86,27 @@ def with_reference(learned: Lesson, reference: Sequence[np.ndarray], config: Con
                 ref_logprobs,
                 inputs["weights"],
                 kind=loss.kl,
-                coefficient=loss.kl_coefficient / learned.denominator,
+                coefficient=loss.kl_coefficient,
             )
         data.append(Datum(datum.tokens, inputs))
     return dataclasses.replace(learned, data=tuple(data))
 
 
-def loss_config(config: Config, denominator: float) -> dict[str, Any]:
+def needs_old_logprobs(config: Config) -> bool:
+    """Whether the loss corrects for the gap between sampler and trainer, and so must know the trainer's log-probs."""
+    return config.loss.tis_cap is not None or config.loss.icepop_low is not None
+
+
+def with_old(learned: Lesson, old: Sequence[np.ndarray]) -> Lesson:
+    """The lesson with the trainer's own log-probs of each datum's targets, before the batch's first optimizer step."""
+    data = tuple(
+        Datum(datum.tokens, {**datum.inputs, "old_logprobs": logprobs})
+        for datum, logprobs in zip(learned.data, old, strict=True)
+    )
+    return dataclasses.replace(learned, data=data)
+
+
+def loss_config(config: Config, totals: Totals) -> dict[str, Any]:
     """The loss's settings, as the trainer takes them; only those that the loss has, and that were set."""
     loss = config.loss
     found: dict[str, Any] = {}
@@ -99,10 +114,12 @@ def loss_config(config: Config, denominator: float) -> dict[str, Any]:
         bounds = {"clip_low_threshold": loss.clip_low, "clip_high_threshold": loss.clip_high}
         found |= {name: value for name, value in bounds.items() if value != "auto"}
     if loss.name == "dro":
-        found["beta"] = loss.dro_beta / denominator  # its quadratic term has no advantage to carry the denominator
+        # Its quadratic term has no advantage to carry the denominator.
+        found["beta"] = loss.dro_beta / totals.denominator(loss.normalise)
     if loss.kl != "none" and loss.kl_in == "loss":
         found |= {"kl": loss.kl, "kl_coefficient": loss.kl_coefficient}
-    return found
+    corrections = {"tis_cap": loss.tis_cap, "icepop_low": loss.icepop_low, "icepop_high": loss.icepop_high}
+    return found | {name: value for name, value in corrections.items() if value is not None}
 
 
 def substeps(data: Sequence[Datum], number: int) -> list[Sequence[Datum]]:

@@ -128,6 +128,11 @@ class HostWorker:
         """Adds the gradient of the summed loss; log-probs are returned where the loss reads them."""
         return self.trainer.forward_backward(data, loss, loss_config, score="active")
 
+    def logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Of each datum's trained tokens, under the trainer's weights as they are; 0 elsewhere."""
+        result = self.trainer.forward(data, "cross_entropy", score="active")
+        return [output["logprobs"] for output in result.outputs]
+
     def reference_logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
         """Of each datum's sampled tokens, under the policy that training started from."""
         return self.trainer.reference_logprobs(data)

@@ -14,29 +14,52 @@ import numpy as np
 
 from locojax.errors import RequestError
 
-Aggregation = Literal["sum", "tokens", "completions"]
+Aggregation = Literal["sum", "tokens", "completions", "constant"]
 """`sum`: 1 a token. `tokens`: 1 / trained tokens of the batch (DAPO, arXiv 2503.14476, section 3.3).
-`completions`: 1 / (its own trained tokens x completions that train), the mean of means (GRPO, arXiv 2402.03300)."""
+`completions`: 1 / (its own trained tokens x completions), the mean of means (GRPO, arXiv 2402.03300).
+`constant`: 1 / (completions x max_tokens), whatever the lengths (Dr. GRPO, arXiv 2503.20783)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
     """The denominators: over all hosts, when there are several. Add those of the hosts up.
 
-    Example: Totals(num_tokens=5, num_completions=2)
+    Example: Totals(num_tokens=5, num_completions=2, max_tokens=8)
     """
 
     num_tokens: int
     num_completions: int
+    max_tokens: int = 1  # of one completion; the same on every host
 
     @classmethod
-    def of(cls, masks: Sequence[np.ndarray]) -> Totals:
+    def of(cls, masks: Sequence[np.ndarray], max_tokens: int = 1) -> Totals:
         """Counts of what the masks (nonzero: trained) leave; a completion of which nothing is left is not counted."""
         counts = [int(np.count_nonzero(mask)) for mask in masks]
-        return cls(sum(counts), sum(count > 0 for count in counts))
+        return cls(sum(counts), sum(count > 0 for count in counts), max_tokens)
 
     def __add__(self, other: Totals) -> Totals:
-        return Totals(self.num_tokens + other.num_tokens, self.num_completions + other.num_completions)
+        return dataclasses.replace(
+            self,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_completions=self.num_completions + other.num_completions,
+        )
+
+    def denominator(self, kind: str) -> float:
+        """What `sum`, `tokens` and `constant` divide every token by.
+
+        Raises:
+          RequestError: the kind has no denominator common to all tokens.
+        """
+        one_for_all = {
+            "sum": 1.0,
+            "tokens": float(max(self.num_tokens, 1)),
+            "constant": float(max(self.num_completions, 1) * self.max_tokens),
+        }
+        if kind not in one_for_all:
+            raise RequestError(
+                f"The aggregation {kind!r} has no common denominator", expected=", ".join(one_for_all)
+            )
+        return one_for_all[kind]
 
 
 def aggregation_weights(masks: Sequence[np.ndarray], kind: str, totals: Totals | None = None) -> list[np.ndarray]:
@@ -58,9 +81,9 @@ def aggregation_weights(masks: Sequence[np.ndarray], kind: str, totals: Totals |
     weights = []
     for mask in masks:
         on = (np.asarray(mask) != 0).astype(np.float64)
-        if kind == "tokens":
-            on /= max(totals.num_tokens, 1)
-        elif kind == "completions":
+        if kind == "completions":
             on /= max(float(on.sum()), 1.0) * max(totals.num_completions, 1)
+        else:
+            on /= totals.denominator(kind)
         weights.append(on.astype(np.float32))
     return weights
