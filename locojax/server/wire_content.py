@@ -10,8 +10,9 @@ import zstandard
 
 from locojax.server.wire_errors import WireError
 
-MAX_BODY_BYTES = 64 << 20
-"""Of a body, compressed or not. A datum of a million tokens has 24 MB; the SDK cuts batches at 5 MB."""
+MAX_BODY_BYTES = 32 << 20
+"""Of a body, compressed or not. A datum of a million tokens has 24 MB, and the SDK cuts batches at 5 MB; the worst body
+of this size takes 1 GiB while it is parsed."""
 
 MAX_WINDOW_BYTES = 128 << 20
 """What a zstd frame may ask the decompressor to hold."""

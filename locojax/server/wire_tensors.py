@@ -217,7 +217,7 @@ def _widened(values: np.ndarray) -> np.ndarray:
 
 
 def _shaped(values: np.ndarray, shape: Sequence[int], field: str) -> np.ndarray:
-    if not shape:
+    if not shape or shape == values.shape:
         return values
     if len(shape) > 2 or min(shape) < 0 or max(shape) > MAX_DIMENSION or math.prod(shape) != values.size:
         raise WireError(
@@ -271,6 +271,6 @@ def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 def digest_arrays(digest: hashlib.blake2b, arrays: Iterable[tuple[str, np.ndarray]]) -> None:
     """Adds named arrays, types and shapes included, to a digest."""
-    for name, array in arrays:
-        digest.update(f"{name}\0{array.dtype.str}\0{array.shape}\0".encode())
-        digest.update(np.ascontiguousarray(array).data)
+    listed = list(arrays)
+    digest.update(repr([(name, array.dtype.str, array.shape) for name, array in listed]).encode())
+    digest.update(b"".join([array.tobytes() for _, array in listed]))

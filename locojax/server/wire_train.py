@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tinker.proto import tinker_public_pb2 as pb
@@ -218,8 +219,7 @@ def _train_body(
             _check_tiling(spans.targets, 0 if targets is None else len(targets), f"data[{i}].loss_fn_input_spans")
     digest = hashlib.blake2b(digest_size=16)
     digest.update(repr((loss, sorted(config.items()), gradient, provenance)).encode())
-    for datum in data:
-        digest_arrays(digest, [("", datum.tokens), *sorted(datum.inputs.items())])
+    digest_arrays(digest, _arrays(data))
     return TrainBody(model_id, seq_id, tuple(data), loss, dict(config), gradient, tuple(provenance), digest.hexdigest())
 
 
@@ -230,3 +230,11 @@ def _check_tiling(spans: tuple[Span, ...], length: int, field: str) -> None:
     covered = sum(span.length for span in spans)
     if covered != length:
         raise WireError(f"{field} does not tile its tokens", got=f"{covered} positions", expected=f"{length}")
+
+
+def _arrays(data: Iterable[Datum]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every array of every datum, named, in an order that does not depend on that of the inputs in the body."""
+    for datum in data:
+        yield "", datum.tokens
+        for name in sorted(datum.inputs):
+            yield name, datum.inputs[name]
