@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import httpx
 
+MODEL = "local/tiny"  # its path where server and clients run: clients find the tokenizer under the model's name
 ROOT = pathlib.Path(__file__).parents[2]
 READY_IN = 180.0  # seconds, with no program compiled yet
 

@@ -5,39 +5,22 @@ from __future__ import annotations
 import json
 import pathlib
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
-import tiny
 from conformance import sdks
 from conformance.client import applies, version_of
 from conformance.run import find_probes
-from conformance.server import serve, tail
+from conformance.server import MODEL, tail
 
 pytestmark = pytest.mark.extended
 
-MODEL = "local/tiny"
 CASES = [
     (sdk, name)
     for sdk in sdks.at_hand()
     for name, probe in find_probes().items()
     if applies(probe, version_of(sdk.version), sdk.torch)
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Where server and clients run: the model's name is its path from here, so that clients find its tokenizer."""
-    folder = tmp_path_factory.mktemp("conformance")
-    (folder / "local").mkdir()
-    tiny.write_tiny_model(folder / MODEL)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: pathlib.Path) -> Iterator[str]:
-    with serve(MODEL, folder) as url:
-        yield url
 
 
 @pytest.fixture(scope="module")
