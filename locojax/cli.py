@@ -1,4 +1,4 @@
-"""The command line: `locojax train CONFIG.toml key=value...` and `locojax demo`.
+"""The command line: `locojax train CONFIG.toml key=value...`, `locojax demo` and `locojax serve MODEL`.
 
 Rooms that import jax are imported only once there is something to run, so that help and refusals come at once.
 """
@@ -23,7 +23,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 import locojax
-from locojax import settings
+from locojax import cli_serve, settings
 from locojax.config import Config, cache_folder, load, run_folder
 from locojax.errors import ConfigError, LocoError
 
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
     demo = _command(commands, "demo", "", "watch SmolLM2-135M learn one-digit addition on this machine, in minutes")
     demo.set_defaults(command=_demo)
+    cli_serve.add_parser(commands)
     return parser
 
 

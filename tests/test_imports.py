@@ -23,7 +23,8 @@ ROOMS = {
     "hosts": {"models", "rollout", "training", "rl"},
     "server": {"hosts"},
     "measure": {"models", "rollout", "training", "rl", "hosts", "server"},
-    "cli": {"models", "rollout", "training", "rl", "hosts", "server", "measure"},
+    "cli": {"models", "rollout", "training", "rl", "hosts", "server", "measure", "cli_serve"},
+    "cli_serve": {"models", "hosts", "server"},
     "__main__": {"cli"},
 }
 

@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 
 from locojax.errors import ModelError
-from locojax.models.decoder import rope_frequencies
 from locojax.models.spec import RopeSpec
 from locojax.models.weights import HF_MODULES, LAYER_NORMS, TOP_TENSORS
 
@@ -227,6 +226,8 @@ def _llama3_scaling(path: Path, entry: Any, config: Mapping[str, Any]) -> dict[s
     The divisors of the slowest frequencies are the factor itself. The other three settings are the ones that every
     Llama 3.1-3.3 uses; should they not reproduce the stored divisors, the file is refused.
     """
+    from locojax.models.decoder import rope_frequencies  # jax with it, which most files don't need
+
     divisors = _dequantize(entry, stored=False)
     theta, head_dim = config["rope_theta"], config["head_dim"]
     rope = RopeSpec(

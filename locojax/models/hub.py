@@ -78,6 +78,14 @@ def load_spec(name: str) -> ModelSpec:
     return ModelSpec.from_hf_config(read_json(source.path / "config.json"))
 
 
+def load_tokenizer(name: str) -> Tokenizer:
+    """The model's tokenizer, without its weights and without jax. Raises ModelError as `load_model` does."""
+    source = resolve(name)
+    if source.kind == "gguf":
+        return gguf_tokenizer.build(gguf.read(source.path).metadata, source.path.name)
+    return Tokenizer.from_directory(source.path)
+
+
 def resolve(name: str) -> Source:
     """Find a model's files, downloading them only for a hub id that is not in the local hub cache.
 
