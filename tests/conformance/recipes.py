@@ -1,17 +1,17 @@
 """Unmodified recipes of tinker-cookbook against a server, without network.
 
-    python -m conformance.recipes COOKBOOK_PYTHON MODEL [recipe ...]    from the folder tests/
+    cd tests && python -m conformance.recipes PYTHON MODEL [recipe ...] [--steps 2] [--renderer role_colon]
 
-COOKBOOK_PYTHON has tinker-cookbook and torch; MODEL is what `locojax serve` takes. `datasets.load_dataset("a/b")` and
+PYTHON has tinker-cookbook and torch; MODEL is what `locojax serve` takes. `datasets.load_dataset("a/b")` and
 `from_pretrained("a/b")` both take a local folder of that relative name, so recipes run where such folders stand. Prints
-one JSON line a recipe: exit status, seconds, and its metrics at the first and last step.
+one JSON line a recipe: exit status, seconds, and its rewards or losses by step.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import random
 import shutil
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from conformance import sdks
 from conformance.client import API_KEY
@@ -27,53 +27,44 @@ from conformance.server import serve, tail
 
 ALIAS = "Qwen/Qwen3-8B-Base"  # sl_loop and rl_loop take no renderer: they need a model name that the cookbook knows
 MAX_SECONDS = 1800.0
-_ARITHMETIC = ("env=arithmetic", "groups_per_batch=4", "group_size=4", "max_tokens=5", "learning_rate=1e-3")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe's module and arguments. `named`: it takes `renderer_name`; else the model goes by `ALIAS`."""
+    """A recipe's module and its arguments, where {model} and {renderer} stand for the run's own."""
 
     module: str
     arguments: tuple[str, ...]
-    named: bool = True
-    model_argument: str = "model_name"
 
-    def command(self, python: str, model: str, log_path: pathlib.Path, steps: int, renderer: str) -> list[str]:
-        model_name = model if self.named else ALIAS
-        arguments = [
-            f"{self.model_argument}={model_name}",
-            f"log_path={log_path}",
-            f"max_steps={steps}",
-            "lora_rank=32",
-        ]
-        if self.named:
-            arguments += [f"renderer_name={renderer}", "behavior_if_log_dir_exists=delete"]
-        kept = [one for one in self.arguments if not one.startswith("-")]
-        dropped = {one[1:] for one in self.arguments if one.startswith("-")}
-        arguments = [one for one in arguments if one.split("=")[0] not in dropped]
-        kept = [one.replace("MODEL", model) for one in kept]
-        return [python, "-W", "ignore", "-m", f"tinker_cookbook.recipes.{self.module}", *arguments, *kept]
+    def command(self, python: str, model: str, renderer: str, log_path: pathlib.Path, steps: int) -> list[str]:
+        arguments = [argument.format(model=model, renderer=renderer) for argument in self.arguments]
+        module = f"tinker_cookbook.recipes.{self.module}"
+        return [python, "-W", "ignore", "-m", module, *arguments, f"log_path={log_path}", f"max_steps={steps}"]
 
+
+_MODEL = ("model_name={model}", "renderer_name={renderer}", "behavior_if_log_dir_exists=delete")
+_ARITHMETIC = (
+    *_MODEL, "env=arithmetic", "groups_per_batch=4", "group_size=4", "max_tokens=5", "learning_rate=1e-3",
+)  # fmt: skip
+_LOOP = (f"model_name={ALIAS}", "lora_rank=32")
 
 RECIPES: Mapping[str, Recipe] = {
     "math_rl": Recipe("math_rl.train", _ARITHMETIC),
-    "chat_sl": Recipe("chat_sl.train", ("dataset=conv.jsonl", "batch_size=8", "save_every=1", "eval_every=1")),
+    "chat_sl": Recipe("chat_sl.train", (*_MODEL, "dataset=conv.jsonl", "batch_size=8", "save_every=1", "eval_every=1")),
     "math_rl_importance_sampling": Recipe(
         "math_rl.train", (*_ARITHMETIC, "loss_fn=importance_sampling", "compute_post_kl=True", "num_substeps=2")
     ),
     "math_rl_async": Recipe("math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2")),
-    "sl_loop": Recipe("sl_loop", ("batch_size=8", "save_every=2"), named=False),
-    "rl_loop": Recipe("rl_loop", ("batch_size=2", "group_size=4", "max_tokens=16", "save_every=1"), named=False),
+    "sl_loop": Recipe("sl_loop", (*_LOOP, "batch_size=8", "save_every=2")),
+    "rl_loop": Recipe("rl_loop", (*_LOOP, "batch_size=2", "group_size=4", "max_tokens=16", "save_every=1")),
     "guess_number": Recipe(
-        "multiplayer_rl.guess_number.train",
-        ("-lora_rank", "batch_size=2", "group_size=2", "max_tokens=6", "eval_every=0"),
+        "multiplayer_rl.guess_number.train", (*_MODEL, "batch_size=2", "group_size=2", "max_tokens=6", "eval_every=0")
     ),
-    "dpo": Recipe("preference.dpo.train", ("-lora_rank", "dataset=hhh", "batch_size=4")),
+    "dpo": Recipe("preference.dpo.train", (*_MODEL, "dataset=hhh", "batch_size=4")),
     "on_policy_distillation": Recipe(
         "distillation.on_policy_distillation",
-        ("teacher_model=MODEL", "dataset=deepmath", "groups_per_batch=2", "group_size=2", "max_tokens=6",
-         "eval_every=0"),
+        (*_MODEL, "lora_rank=32", "teacher_model={model}", "dataset=deepmath", "groups_per_batch=2", "group_size=2",
+         "max_tokens=6", "eval_every=0"),
     ),
 }  # fmt: skip
 
@@ -95,9 +86,9 @@ def lay_out(folder: pathlib.Path) -> None:
         write_rows(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", chats)
         gsm8k = [{"question": f"What is {a} + {b}?", "answer": f"It is {a + b}.\n#### {a + b}"} for a, b in sums]
         write_rows(folder / f"openai/gsm8k/main/{split}.jsonl", gsm8k)
+        asked = "\n\nHuman: What is {} + {}?\n\nAssistant: {}"
         preferences = [
-            {name: f"\n\nHuman: What is {a} + {b}?\n\nAssistant: {a + b + off}" for name, off in PREFERENCE}
-            for a, b in sums
+            {"chosen": asked.format(a, b, a + b), "rejected": asked.format(a, b, a + b + 7)} for a, b in sums
         ]
         write_rows(folder / f"Anthropic/hh-rlhf/{split}.jsonl", preferences)
     write_rows(folder / "zwhe99/DeepMath-103K/train.jsonl", [{"question": f"What is {a} + {b}?"} for a, b in sums])
@@ -105,9 +96,6 @@ def lay_out(folder: pathlib.Path) -> None:
         "---\nconfigs:\n- config_name: main\n  data_files:\n"
         "  - split: train\n    path: main/train.jsonl\n  - split: test\n    path: main/test.jsonl\n---\n"
     )
-
-
-PREFERENCE = (("chosen", 0), ("rejected", 7))
 
 
 def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -124,7 +112,7 @@ def run_recipe(
         **sdks.environment(), "TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY, "HF_DATASETS_OFFLINE": "1",
         "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
     }  # fmt: skip
-    command = recipe.command(python, model, log_path, steps, renderer)
+    command = recipe.command(python, model, renderer, log_path, steps)
     started = time.perf_counter()
     output = folder / f"{name}.log"
     with output.open("wb") as out:
@@ -167,10 +155,8 @@ def lay_out_tokenizer(model: str, folder: pathlib.Path) -> str:
     return name
 
 
-def main(python: str, model: str, names: list[str]) -> int:
-    steps = int(os.environ.get("LOCOJAX_RECIPE_STEPS", "2"))
-    renderer = os.environ.get("LOCOJAX_RECIPE_RENDERER", "role_colon")
-    failures = 0
+def run_all(python: str, model: str, names: Iterable[str], steps: int, renderer: str) -> Iterator[dict[str, object]]:
+    """Each recipe's result, against one server of `model`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         clients, server = folder / "clients", folder / "server"
@@ -180,13 +166,28 @@ def main(python: str, model: str, names: list[str]) -> int:
         name = lay_out_tokenizer(model, clients)
         model = str(pathlib.Path(model).resolve()) if pathlib.Path(model).exists() else model
         with serve(model, server, ["--name", name, "--alias", ALIAS]) as url:
-            for one in names or RECIPES:
+            for one in names:
                 result = run_recipe(one, python, url, name, clients, steps, renderer)
-                failures += result["status"] != 0
-                print(json.dumps(result), flush=True)
-            print(tail(server / "server.log", 5), file=sys.stderr)
+                if result["status"]:
+                    result["server"] = tail(server / "server.log")
+                yield result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("python")
+    parser.add_argument("model")
+    parser.add_argument("recipes", nargs="*", metavar="recipe", help=", ".join(RECIPES))
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--renderer", default="role_colon")
+    options = parser.parse_args()
+    failures = 0
+    names = options.recipes or RECIPES
+    for result in run_all(options.python, options.model, names, options.steps, options.renderer):
+        failures += result["status"] != 0
+        print(json.dumps(result), flush=True)
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))
+    sys.exit(main())
