@@ -30,7 +30,6 @@ _PROTO_DTYPES: Mapping[int, np.dtype[Any]] = {
     pb.DTYPE_INT32: np.dtype("<i4"),
     pb.DTYPE_BFLOAT16: _BFLOAT16,
 }
-_JSON_DTYPES: Mapping[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 _INT32 = np.dtype("<i4")
 
 
@@ -109,8 +108,9 @@ def json_tokens(model_input: Any, field: str, allowance: Allowance) -> np.ndarra
         lists.append(chunk["tokens"])
     tokens = lists[0] if len(lists) == 1 else list(itertools.chain.from_iterable(lists))
     array = integers(tokens, field)
-    if array.size and (array.min() < -(1 << 31) or array.max() >= 1 << 31):
-        raise WireError(f"{field} holds a token id that is no int32", got=int(array[np.abs(array).argmax()]))
+    wrong = np.flatnonzero((array < -(1 << 31)) | (array >= 1 << 31))
+    if wrong.size:
+        raise WireError(f"{field} holds a token id that is no int32", got=f"{array[wrong[0]]} at position {wrong[0]}")
     return array.astype(_INT32)
 
 
@@ -181,14 +181,15 @@ def json_parts(tensor: Any, field: str) -> tuple[np.ndarray, tuple[int, ...], Cs
         raise WireError(
             f'{field} is not {{"data": [...], "dtype": ..., "shape": [...]}}', got=shortened(tensor), status=422
         )
-    if tensor.get("dtype") not in _JSON_DTYPES:
+    dtype = tensor.get("dtype")
+    if dtype not in ("float32", "int64"):
         raise WireError(
             f"{field}.dtype is not one that is read",
-            got=shortened(tensor.get("dtype")),
-            expected=" or ".join(_JSON_DTYPES),
+            got=shortened(dtype),
+            expected="float32 or int64",
             status=422,
         )
-    read = floats if tensor["dtype"] == "float32" else integers
+    read = floats if dtype == "float32" else integers
     values = read(tensor["data"], f"{field}.data")
     shape = tuple(_integer_list(tensor, "shape", field).tolist())
     if tensor.get("sparse_crow_indices") is None:
