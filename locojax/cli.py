@@ -27,11 +27,11 @@ from locojax import cli_serve, settings
 from locojax.config import Config, cache_folder, load, run_folder
 from locojax.errors import ConfigError, LocoError
 
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended
+INTERRUPTED = 2  # ended by its user, not by a failure of its own, which is 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 (the run failed), 2 (the input is at fault), 130 (Ctrl-C).
+    """Runs one command and returns its exit code: 0, 1 (the run failed), 2 (the input is at fault, or Ctrl-C).
 
     Args:
       argv: the arguments, sys.argv's if None.

@@ -70,7 +70,9 @@ class NumericsError(LocoError):
 
 
 class CheckpointError(LocoError):
-    """A checkpoint can't be written, read, or doesn't belong to this run."""
+    """A checkpoint can't be written (a full disk, a folder without permission), read, or doesn't belong to this run."""
+
+    exit_code = 2
 
 
 class DeadlineError(LocoError):

@@ -108,12 +108,12 @@ def test_a_failed_run_ends_with_code_1_and_debug_shows_where(loop, capsys):
 def test_ctrl_c_says_how_to_go_on(loop, capsys, tmp_path):
     loop.fails = KeyboardInterrupt()
     command = ["train", f"run.dir={tmp_path}", "run.name=my run"]
-    assert cli.main(command) == 130
+    assert cli.main(command) == 2
     assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
     kept = tmp_path / "my run" / "config.toml"
     kept.parent.mkdir()
     kept.write_text(settings.to_toml(load(None, command[1:])))
-    assert cli.main(command) == 130
+    assert cli.main(command) == 2
     hint, stopped = capsys.readouterr().err.splitlines()
     assert (hint, stopped) == (
         f"To go on from the last checkpoint: locojax train '{kept}' --resume",
