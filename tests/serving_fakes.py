@@ -19,6 +19,7 @@ class FakeWork:
     model_id: str
     num_rows_left: int
     losing: bool = False
+    program: tuple = (1, True)
 
     @property
     def done(self):
@@ -54,7 +55,7 @@ class FakeTenants:
             raise RequestError(f"There is no model {model_id!r}")
         if loss == "bad":
             raise RequestError("Unknown loss 'bad'")
-        return FakeWork(model_id, len(data), loss == "boom")
+        return FakeWork(model_id, len(data), loss == "boom", (1, gradient))
 
     def advance(self, works):
         assert works
@@ -73,11 +74,8 @@ class FakeTenants:
         self.log.append(("optim", model_id))
         return OptimStepResult(True, self.models[model_id][1], {}, None)
 
-    def state(self, model_id):
-        return {"adapter": {"q": {"a": np.zeros((2, 3), np.float32)}}}
-
-    def restore(self, model_id, state, *, optimizer):
-        self.log.append(("restore", model_id))
+    def discard(self, model_id):
+        self.log.append(("discard", model_id))
 
     def adapter(self, model_id):
         return {"version": self.models[model_id][1]}

@@ -121,6 +121,13 @@ def test_operations_of_a_model_run_in_order_and_share_micro_batches_up_to_a_barr
     assert answers["5"].result.policy_version == 2
 
 
+def test_forward_passes_and_gradients_take_micro_batches_of_their_own_in_order():
+    run = Run()
+    forward = Submit("2", ForwardBackward("A", (Datum(np.zeros(2, np.int32), {}),), "ppo", gradient=False))
+    run(create("A"), fb("1", "A"), forward, fb("3", "A"))
+    assert run.did("micro") == [("micro", (("A", 1),))] * 3
+
+
 def test_a_long_queue_of_one_model_holds_another_up_by_one_micro_batch():
     run = Run()
     run(create("A"), create("B"), fb("a1", "A", 40), fb("b1", "B", 1), optim("b2", "B"), until="b2")
@@ -138,7 +145,9 @@ def test_two_models_with_long_queues_take_turns():
 
 def test_an_operation_that_fails_fails_alone():
     run = Run()
-    answers = run(create("A"), fb("1", "A", 1, "bad"), fb("2", "A"), optim("3", "A"), fb("4", "nobody"), optim("5", "A"))
+    answers = run(
+        create("A"), fb("1", "A", 1, "bad"), fb("2", "A"), optim("3", "A"), fb("4", "nobody"), optim("5", "A")
+    )
     assert answers["1"] == Failed("1", "user", "Unknown loss 'bad'.")
     assert answers["4"] == Failed("4", "user", "There is no model 'nobody'.")
     assert isinstance(answers["2"], Finished) and isinstance(answers["5"], Finished)
@@ -153,7 +162,7 @@ def test_a_micro_batch_that_fails_takes_its_works_along_and_no_other():
     assert answers["a1"].category == answers["b1"].category == "server"
     assert "ValueError: something blew up" in answers["a1"].message
     assert "What model 'A' had accumulated since its last optim_step was dropped" in answers["a1"].message
-    assert run.did("restore") == [("restore", "A"), ("restore", "B")]
+    assert run.did("discard") == [("discard", "A"), ("discard", "B")]
     assert all(isinstance(answers[op], Finished) for op in ("b2", "a2", "b3"))
 
 

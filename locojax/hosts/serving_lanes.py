@@ -27,6 +27,9 @@ class Work(Protocol):
     @property
     def num_rows_left(self) -> int: ...
 
+    @property
+    def program(self) -> tuple[int, bool]: ...
+
     def result(self) -> ForwardBackwardResult: ...
 
 

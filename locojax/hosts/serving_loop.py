@@ -49,7 +49,7 @@ from locojax.hosts.protocol import (
     Submit,
 )
 from locojax.hosts.serving_clock import PhaseClock
-from locojax.hosts.serving_lanes import Entry, Lane, Lanes, lane_of
+from locojax.hosts.serving_lanes import Entry, Lane, Lanes, Work, lane_of
 from locojax.hosts.serving_link import Link
 from locojax.hosts.serving_operations import Operations, Sampling, Tenants
 from locojax.types import ForwardBackwardResult, OptimStepResult
@@ -283,14 +283,17 @@ class Loop:
     def _micro_batch(self) -> None:
         """One micro-batch, of rows of the models in turn."""
         chosen: list[tuple[Entry, Lane]] = []
+        works: list[Work] = []
         num_rows = 0
         for lane in self._lanes.in_turn():
             for entry in self._lanes.forward_backwards(lane):
-                if num_rows < self._rows and self._begin(entry, lane):
-                    assert entry.work is not None
-                    chosen.append((entry, lane))
-                    num_rows += entry.work.num_rows_left
-        works = [entry.work for entry, _ in chosen if entry.work is not None]
+                if num_rows >= self._rows or (work := self._begin(entry, lane)) is None:
+                    continue
+                if works and work.program != works[0].program:
+                    break  # its turn comes; what is behind it in the lane must not overtake it
+                chosen.append((entry, lane))
+                works.append(work)
+                num_rows += work.num_rows_left
         before = [work.num_rows_left for work in works]
         try:
             with self._clock.phase("train"):
@@ -309,10 +312,10 @@ class Loop:
                 self._lanes.remove(entry, lane)
                 self._finished(entry.operation_id, result)
 
-    def _begin(self, entry: Entry, lane: Lane) -> bool:
-        """Checks and packs a forward_backward if that is yet to be done; False if it is at fault and was answered."""
+    def _begin(self, entry: Entry, lane: Lane) -> Work | None:
+        """A forward_backward, checked and packed, if need be now; None if it is at fault, and has been answered."""
         if entry.work is not None:
-            return True
+            return entry.work
         operation = entry.operation
         assert isinstance(operation, ForwardBackward)
         try:
@@ -325,8 +328,8 @@ class Loop:
             self._lanes.served(lane)
             self._lanes.remove(entry, lane)
             self._failed(entry.operation_id, operation, error)
-            return False
-        return True
+            return None
+        return entry.work
 
     def _lose_gradients(self, chosen: list[tuple[Entry, Lane]], error: Exception) -> None:
         """A micro-batch failed: part of its works' gradient may be in the accumulators, and part is not."""

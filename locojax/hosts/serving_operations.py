@@ -49,6 +49,7 @@ class Tenants(Protocol):
     ) -> Work: ...
     def advance(self, works: list[Any]) -> None: ...
     def optim_step(self, model_id: str, adam: AdamParams) -> OptimStepResult: ...
+    def discard(self, model_id: str) -> None: ...
     def state(self, model_id: str) -> dict[str, Any]: ...
     def restore(self, model_id: str, state: Mapping[str, Any], *, optimizer: bool) -> None: ...
     def adapter(self, model_id: str) -> Mapping[str, Any]: ...
@@ -134,8 +135,8 @@ class Operations:
         raise TypeError(f"{type(operation).__name__} is not run whole")
 
     def drop_gradient(self, model_id: str) -> None:
-        """Clears what a model has accumulated: a state that is restored has no gradient."""
-        self._trainer.restore(model_id, self._trainer.state(model_id), optimizer=True)
+        """Clears what a model has accumulated."""
+        self._trainer.discard(model_id)
 
     def _create(self, operation: CreateModel) -> ModelState:
         model_id, wanted = operation.model_id, operation.adapter
@@ -177,7 +178,7 @@ class Operations:
     def _take_over(self, model_id: str, found: TenantCheckpoint, optimizer: bool) -> None:
         """The checkpoint's weights, and with `optimizer` all else, become the model's."""
         self._seeds[model_id] = found.seed
-        self._trainer.restore(model_id, found.state or {"adapter": found.adapter}, optimizer=optimizer)
+        self._trainer.restore(model_id, found.state or {"trainable": found.adapter}, optimizer=optimizer)
 
     def _open(self, operation: OpenSampler) -> None:
         sampler_id = operation.sampler_id

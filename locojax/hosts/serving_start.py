@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from locojax.hosts import tenant_checkpoints
 from locojax.hosts.protocol import EngineInfo
@@ -21,18 +20,16 @@ from locojax.hosts.serving_operations import Operations
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.models import decoder
 from locojax.models.hub import LoadedModel, load_model
-from locojax.models.lora import LoraSpec, empty_stack
+from locojax.models.lora import empty_stack
 from locojax.models.spec import ModelSpec
 from locojax.rollout.engine import Engine
 from locojax.rollout.settings import EngineSettings
+from locojax.training.losses import LOSSES
 from locojax.training.platform import auto_dtype
 from locojax.training.programs import Tree
 from locojax.training.tenants import TenantSettings, TenantTrainer
-from locojax.types import AdamParams, Datum
 
 AUTO_ROW_TOKENS = 1024
-
-WARM_UP_MODEL = "warm-up"
 
 
 def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Callable[[str], None]) -> Loop:
@@ -56,7 +53,7 @@ def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Call
     if settings.warm_up:
         with clock.phase("warm_up"):
             progress("compiling the programs for training")
-            _warm_up_training(trainer, settings)
+            trainer.warm_up()
             progress("compiling the programs for sampling")
             engine.warm_up_server()
     info = EngineInfo(
@@ -72,6 +69,7 @@ def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Call
         open_models=(),
         open_samplers=(),
         running=(),
+        losses=tuple(LOSSES),
     )
     operations = Operations(trainer, samplers, base, alpha=settings.alpha, max_rank=settings.max_rank)
     return Loop(
@@ -139,18 +137,3 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
 @partial(jax.jit, static_argnames=("spec", "dtype"))
 def _unstacked(params: Tree, spec: ModelSpec, dtype: str) -> Tree:
     return decoder.unstack(params, spec, jnp.dtype(dtype))
-
-
-def _warm_up_training(trainer: TenantTrainer, settings: ServeSettings) -> None:
-    """Runs each program once, on a model that is gone afterwards."""
-    trainer.create(WARM_UP_MODEL, LoraSpec(settings.max_rank, unembed=True), seed=0)
-    tokens = np.zeros(2, np.int32)
-    datum = Datum(tokens, {"target_tokens": tokens, "weights": np.ones(2, np.float32)})
-    for gradient in (False, True):
-        work = trainer.begin(WARM_UP_MODEL, [datum], "cross_entropy", {}, gradient=gradient)
-        while not work.done:
-            trainer.advance([work])
-        work.result()
-    trainer.optim_step(WARM_UP_MODEL, AdamParams())
-    trainer.restore(WARM_UP_MODEL, trainer.state(WARM_UP_MODEL), optimizer=True)
-    trainer.remove(WARM_UP_MODEL)

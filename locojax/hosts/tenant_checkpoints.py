@@ -72,7 +72,7 @@ def write_state(directory: pathlib.Path, state: Mapping[str, Any], lora: LoraSpe
     Raises:
       CheckpointError: the directory exists, or can't be written.
     """
-    tensors = {"/".join(path): np.ascontiguousarray(leaf) for path, leaf in flatten(state).items()}
+    tensors = {"/".join(path): np.asarray(leaf, order="C") for path, leaf in flatten(state).items()}
     with _new_directory(directory) as temporary:
         save_file(tensors, temporary / STATE_FILE)
         meta = {
@@ -182,7 +182,7 @@ def _read_state(directory: pathlib.Path, base: Base) -> TenantCheckpoint:
     except (SafetensorError, OSError) as error:
         raise _damaged(directory, STATE_FILE, str(error)) from error
     state = unflatten({tuple(name.split("/")): tensor for name, tensor in tensors.items()})
-    return TenantCheckpoint(LoraSpec(**meta["lora"]), meta["seed"], state["adapter"], state)
+    return TenantCheckpoint(LoraSpec(**meta["lora"]), meta["seed"], state["trainable"], state)
 
 
 def _read_meta(directory: pathlib.Path) -> dict[str, Any]:
