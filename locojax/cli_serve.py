@@ -100,32 +100,31 @@ def add_parser(commands: Any) -> None:
         epilog="A client then needs two variables: TINKER_BASE_URL=http://127.0.0.1:8000 and TINKER_API_KEY=tml-local\n"
         f"API keys are read from --keys-file, or ${auth.KEYS_VARIABLE} (with commas between them).",
     )
-    parser.add_argument("words", metavar="MODEL", nargs="*", help="a model directory, .gguf file, hub id or smollm2-135m")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one (default: %(default)s)")
-    parser.add_argument(
-        "--data-dir", type=pathlib.Path, default=pathlib.Path("locojax-server"), help="checkpoints and the database "
-        "(default: ./%(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--database", metavar="URL", help="an SQLAlchemy URL (default: SQLite in the data folder)")
-    parser.add_argument("--name", help="what clients call the model (default: MODEL)")
-    parser.add_argument("--alias", action="append", default=[], metavar="NAME", help="another name for it; repeatable")
-    parser.add_argument("--tokenizer", metavar="ID", help="what clients load the tokenizer by, if not by the name")
-    parser.add_argument("--keys-file", type=pathlib.Path, metavar="FILE", help="API keys, one a line (tml-...)")
-    parser.add_argument("--session-timeout", type=float, default=300.0, metavar="SECONDS", help="a client without a "
-                        "heartbeat for so long loses its models (default: %(default)s)")  # fmt: skip
+    option = parser.add_argument
+    option("words", metavar="MODEL", nargs="*", help="a model's directory, .gguf file or hub id, or smollm2-135m")
+    option("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    option("--port", type=int, default=8000, help="0: any that is free (default: %(default)s)")
+    data_dir = pathlib.Path("locojax-server")
+    option("--data-dir", type=pathlib.Path, default=data_dir, help="for checkpoints and state (default: ./%(default)s)")
+    option("--database", metavar="URL", help="an SQLAlchemy URL (default: SQLite in the data folder)")
+    option("--name", help="what clients call the model (default: MODEL)")
+    option("--alias", action="append", default=[], metavar="NAME", help="another name for it; repeatable")
+    option("--tokenizer", metavar="ID", help="what clients load the tokenizer by, if not by the name")
+    option("--keys-file", type=pathlib.Path, metavar="FILE", help="API keys, one a line (tml-...)")
+    timeout = "a client without a heartbeat for so many seconds loses its models (default: %(default)s)"
+    option("--session-timeout", type=float, default=300.0, metavar="SECONDS", help=timeout)
     defaults = {field.name: field for field in dataclasses.fields(ServeSettings)}
     for name, text in _ENGINE_OPTIONS.items():
         default = defaults[name].default
         kind = type(default) if isinstance(default, int | float) else _count_or_auto if name == "row_tokens" else str
-        parser.add_argument(
+        option(
             "--" + name.replace("_", "-"),
             type=int if name == "max_context" else kind,
             default=default,
             help=text + ("" if default is None else " (default: %(default)s)"),
         )
-    parser.add_argument("--no-warm-up", action="store_true", help="listen before the programs are compiled")
-    parser.add_argument("--debug", action="store_true", help="show where an error was raised")
+    option("--no-warm-up", action="store_true", help="be ready before the programs are compiled")
+    option("--debug", action="store_true", help="show where an error was raised")
     parser.set_defaults(command=serve)
 
 
@@ -177,9 +176,7 @@ def serve(options: argparse.Namespace) -> int:
         return Supervisor(children, say=lambda line: console.print(Text(line, style="bold"), soft_wrap=True)).run()
 
 
-def _greeting(
-    model: str, names: Sequence[str], url: str, data_dir: pathlib.Path, keys: auth.KeyRing
-) -> list[str]:
+def _greeting(model: str, names: Sequence[str], url: str, data_dir: pathlib.Path, keys: auth.KeyRing) -> list[str]:
     key = "tml-local" if keys.any_key else "<one of the configured keys>"
     return [
         f"Serving {model}" + (f" as {', '.join(names)}" if tuple(names) != (model,) else "") + f" at {url}",

@@ -120,8 +120,8 @@ class Gate:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         if self._keys.any_key and not auth.names_loopback(headers.get("host")):
             text = (
-                f"A server without API keys answers only to localhost, 127.0.0.1 and ::1, not to {headers.get('host')!r}. "
-                "Start it with --keys-file to use it under another name."
+                "A server without API keys answers only to localhost, 127.0.0.1 and ::1. "
+                f"Got: {headers.get('host')!r}. Start it with --keys-file to use it under another name."
             )
             return _error(path, text, 403)
         if path in _KEYLESS or self._opens(path, scope["method"], headers):
@@ -207,4 +207,5 @@ class _Schema:
 
 def _bodies() -> list[type[pydantic.BaseModel]]:
     found = [*vars(requests).values(), *vars(openai_requests).values()]
-    return [kind for kind in dict.fromkeys(found) if isinstance(kind, type) and issubclass(kind, requests.Request)]
+    kinds = [kind for kind in found if isinstance(kind, type) and issubclass(kind, requests.Request)]
+    return list(dict.fromkeys(kinds))

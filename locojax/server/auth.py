@@ -12,6 +12,7 @@ import binascii
 import hmac
 import ipaddress
 import pathlib
+import re
 from collections.abc import Iterable, Mapping
 
 from locojax.errors import ConfigError
@@ -23,6 +24,7 @@ PAGE_VALUE = "locojax-page"
 """What the web page's own requests carry: no other site can make a browser send it without being allowed to first."""
 
 _SHORTEST = 12
+_HOST = re.compile(r"(\[[^\]]+\]|[^:\[\]]+|[0-9a-fA-F:]+)(?::\d+)?")
 
 
 class KeyRing:
@@ -128,12 +130,8 @@ def check_bind(host: str, keys: KeyRing) -> None:
 
 def names_loopback(host_header: str | None) -> bool:
     """Whether a request's Host header names this machine only. Example: "localhost:8000", "[::1]:8000" """
-    if not host_header:
-        return False
-    name = host_header.strip()
-    if name.startswith("["):
-        return is_loopback(name.partition("]")[0])
-    return is_loopback(name.rpartition(":")[0] if name.count(":") == 1 else name)
+    match = _HOST.fullmatch((host_header or "").strip())
+    return match is not None and is_loopback(match[1])
 
 
 def bearer_key(headers: Mapping[str, str]) -> str | None:

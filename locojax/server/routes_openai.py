@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -54,7 +54,11 @@ class OpenAIRoutes(Routes):
                 ("/chat/completions", self.chat, ChatRequest),
             ):
                 router.add_api_route(
-                    prefix + path, function, methods=["POST"], response_class=Response, openapi_extra=describe_body(body)
+                    prefix + path,
+                    function,
+                    methods=["POST"],
+                    response_class=Response,
+                    openapi_extra=describe_body(body),
                 )
         return router
 
@@ -86,7 +90,9 @@ class OpenAIRoutes(Routes):
             include_usage = body.stream_options is not None and body.stream_options.include_usage
             events = _Events(self._service, plan, tokenizer, id, created, include_usage)
             # The first event is awaited here: what is refused is still answered with its status.
-            first = await anext(events)
+            first = await anext(events, None)
+            if first is None:
+                raise ServiceError(400, "This request samples nothing")
             return StreamingResponse(_lines(first, events), media_type="text/event-stream")
         results = await _whole(self._service, plan)
         return answer(await self._workers.run(openai.response, plan, results, tokenizer, id, created))
@@ -96,9 +102,7 @@ async def _whole(service: Service, plan: Plan) -> list[Sampled]:
     """All prompts' results; the first failure cancels the rest."""
 
     async def one(index: int) -> Sampled:
-        stream = service.sampling.stream(
-            plan.samples[index], base_model=plan.base_model, model_path=plan.model_path
-        )
+        stream = service.sampling.stream(plan.samples[index], base_model=plan.base_model, model_path=plan.model_path)
         async for item in stream:
             if isinstance(item, Sampled):
                 return item
@@ -130,7 +134,7 @@ class _Events:
         self._events = self._run()
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        return self._events
+        return self
 
     async def __anext__(self) -> dict[str, Any]:
         return await anext(self._events)
@@ -139,7 +143,7 @@ class _Events:
         """Cancels what is still being sampled."""
         await self._events.aclose()
 
-    async def _run(self) -> AsyncIterator[dict[str, Any]]:
+    async def _run(self) -> AsyncGenerator[dict[str, Any], None]:
         plan = self._plan
         queue: asyncio.Queue[tuple[int, Tokens | Sampled | Exception]] = asyncio.Queue(_QUEUE_EVENTS)
         tasks = [asyncio.create_task(self._follow(index, queue)) for index in range(len(plan.samples))]
@@ -185,9 +189,7 @@ class _Events:
         alone = openai.response_choices(self._plan, prompt, sampled, self._tokenizer)
         first = prompt * self._plan.samples[prompt].num_samples
         return [
-            openai.chunk(
-                self._plan, self._id, self._created, first + i, c["text"], c["logprobs"], c["finish_reason"]
-            )
+            openai.chunk(self._plan, self._id, self._created, first + i, c["text"], c["logprobs"], c["finish_reason"])
             for i, c in enumerate(alone)
         ]
 

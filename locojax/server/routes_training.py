@@ -76,9 +76,7 @@ class TrainingRoutes(Routes):
     async def optim_step(self, request: Request) -> Response:
         body = await self._workers.parse(request, requests.OptimStep)
         adam = body.adam_params
-        promise = await self._desk.optim_step(
-            body.model_id, _sequence(body.seq_id), adam.params(), optimizer=adam.type
-        )
+        promise = await self._desk.optim_step(body.model_id, _sequence(body.seq_id), adam.params(), optimizer=adam.type)
         return answer(promise.as_json())
 
     async def save_weights(self, request: Request) -> Response:
@@ -152,7 +150,5 @@ class TrainingRoutes(Routes):
 
 def _sequence(seq_id: int | None) -> int:
     if seq_id is None:
-        raise WireError(
-            "seq_id is missing", expected="the operation's number: 1, 2, 3, ... for each model", status=422
-        )
+        raise WireError("seq_id is missing", expected="the operation's number: 1, 2, 3, ... for each model", status=422)
     return seq_id
