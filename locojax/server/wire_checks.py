@@ -68,7 +68,7 @@ def _check_loss(loss: str, info: EngineInfo) -> None:
         raise WireError(
             f"Unknown loss {shortened(loss)}",
             expected="one of " + ", ".join(info.losses),
-            remedy=f"Did you mean {near[0]!r}?" if near else None,
+            remedy=f"The nearest is {near[0]!r}" if near else None,
         )
 
 
