@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import tiny
-from conformance.server import MODEL, serve
+from conformance.server import MODEL, Server, serve
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +20,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def server(folder: pathlib.Path) -> Iterator[str]:
-    with serve(MODEL, folder) as url:
-        yield url
+def server(folder: pathlib.Path) -> Iterator[Server]:
+    with serve(MODEL, folder) as served:
+        yield served

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import numpy as np
 import tinker
-import zstandard
 from conformance.client import (
     API_KEY,
     TEXTS,
@@ -181,6 +180,7 @@ def probe_empty_batch(client: Client) -> None:
 @since("0.38")
 def probe_binary_requests(client: Client) -> None:
     """Protobuf, plain and zstd; results as protobuf or JSON as `Accept` says."""
+    import zstandard
     from tinker.proto import tinker_public_pb2 as pb
 
     model_id = client.raw_model()
@@ -202,6 +202,8 @@ def probe_binary_requests(client: Client) -> None:
 @since("0.38")
 def probe_malformed_bodies(client: Client) -> None:
     """Never a 5xx, never a hang: garbage is a 4xx with text."""
+    import zstandard
+
     model_id = client.raw_model()
     good = binary(model_id, 1, TEXTS[0])
     rng = np.random.default_rng(0)

@@ -165,9 +165,9 @@ def run_all(python: str, model: str, names: Iterable[str], steps: int, renderer:
         lay_out(clients)
         name = lay_out_tokenizer(model, clients)
         model = str(pathlib.Path(model).resolve()) if pathlib.Path(model).exists() else model
-        with serve(model, server, ["--name", name, "--alias", ALIAS]) as url:
+        with serve(model, server, ["--name", name, "--alias", ALIAS]) as served:
             for one in names:
-                result = run_recipe(one, python, url, name, clients, steps, renderer)
+                result = run_recipe(one, python, served.url, name, clients, steps, renderer)
                 if result["status"]:
                     result["server"] = tail(server / "server.log")
                 yield result

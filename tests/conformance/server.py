@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import signal
@@ -25,19 +26,37 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A running server. `pid` is the supervisor's, whose children are the engine process and the API process."""
+
+    url: str
+    pid: int
+    log: pathlib.Path
+
+    def child(self, role: str) -> int:
+        """The pid of its "engine" or "api" process."""
+        for path in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.pid and role in (path / "cmdline").read_bytes().decode().split("\0"):
+                    return int(path.name)
+        raise LookupError(f"the server has no {role} process now:\n{tail(self.log)}")
+
+
 @contextlib.contextmanager
-def serve(model: str, cwd: pathlib.Path, options: Sequence[str] = ()) -> Iterator[str]:
-    """`locojax serve MODEL` in `cwd` until the block ends; its URL, once it is ready. Its log is `cwd`/server.log."""
+def serve(model: str, cwd: pathlib.Path, options: Sequence[str] = ()) -> Iterator[Server]:
+    """`locojax serve MODEL` in `cwd` until the block ends, ready when it begins. Its log is `cwd`/server.log."""
     port = free_port()
     command = [sys.executable, "-m", "locojax", "serve", model, "--port", str(port), "--data-dir", "data", *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     log = cwd / "server.log"
-    with log.open("wb") as out:
+    with log.open("ab") as out:
         process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=out, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
+    server = Server(f"http://127.0.0.1:{port}", process.pid, log)
     try:
-        wait_until_ready(url, process, log)
-        yield url
+        wait_until_ready(server.url, process, log)
+        yield server
     finally:
         process.send_signal(signal.SIGTERM)
         try:

@@ -11,7 +11,7 @@ import pytest
 from conformance import sdks
 from conformance.client import applies, version_of
 from conformance.run import find_probes
-from conformance.server import MODEL, tail
+from conformance.server import MODEL, Server, tail
 
 pytestmark = pytest.mark.extended
 
@@ -24,13 +24,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def results(server: str, folder: pathlib.Path, request: pytest.FixtureRequest) -> Mapping[tuple[str, str], dict]:
+def results(server: Server, folder: pathlib.Path, request: pytest.FixtureRequest) -> Mapping[tuple[str, str], dict]:
     """Every selected probe's result; each SDK runs its own in one process."""
     wanted = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
     found: dict[tuple[str, str], dict] = {}
     for sdk in dict.fromkeys(sdk for sdk, _ in wanted):
         names = [name for one, name in wanted if one == sdk]
-        command = [sdk.python, "-W", "ignore", "-m", "conformance.run", server, MODEL, *names]
+        command = [sdk.python, "-W", "ignore", "-m", "conformance.run", server.url, MODEL, *names]
         with (folder / f"{sdk.name}.log").open("wb") as log:
             done = subprocess.run(command, cwd=folder, env=sdks.environment(), stdout=subprocess.PIPE, stderr=log)
         for line in done.stdout.decode().splitlines():

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 from conformance import sdks
-from conformance.server import MODEL, ROOT, tail
+from conformance.server import MODEL, ROOT, Server, tail
 
 pytestmark = pytest.mark.extended
 
 
-def test_two_steps(server: str, folder: pathlib.Path) -> None:
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "rl_loop.py"), "--base-url", server]
+def test_two_steps(server: Server, folder: pathlib.Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "rl_loop.py"), "--base-url", server.url]
     options = ["--steps", "2", "--groups", "4", "--group-size", "4", "--rank", "4", "--tokenizer", MODEL]
     done = subprocess.run([*command, *options], cwd=folder, env=sdks.environment(), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\nserver:\n{tail(folder / 'server.log')}"
