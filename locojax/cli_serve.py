@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from locojax.models.tokenizer import Tokenizer
     from locojax.server.service import Service
 
+_PACKAGES = ("fastapi", "uvicorn", "sqlalchemy", "tinker", "zstandard", "prometheus_client")
 _BACKLOG = 2048
 _REPORT_SECONDS = 0.2
 _ENGINE_OPTIONS = {
@@ -136,6 +138,7 @@ def serve(options: argparse.Namespace) -> int:
     """Runs until told to stop. Raises LocoError for what is wrong before anything has started."""
     from locojax.models import hub
 
+    _check_installed()
     if len(options.words) != 1:
         raise ConfigError(
             "locojax serve serves one model", got=" ".join(options.words) or "none", expected="locojax serve MODEL"
@@ -174,6 +177,15 @@ def serve(options: argparse.Namespace) -> int:
         for line in _greeting(model, names, url, data_dir, keys):
             console.print(Text(line), soft_wrap=True)
         return Supervisor(children, say=lambda line: console.print(Text(line, style="bold"), soft_wrap=True)).run()
+
+
+def _check_installed() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"The server needs the Python package {missing[0]}, which is not installed",
+            remedy="Install what it needs: pip install 'locojax[server]'",
+        )
 
 
 def _greeting(model: str, names: Sequence[str], url: str, data_dir: pathlib.Path, keys: auth.KeyRing) -> list[str]:

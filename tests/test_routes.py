@@ -1,0 +1,539 @@
+"""The HTTP routes over the service and a fake engine: one test for each thing that HTTP adds."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import tarfile
+import time
+
+import httpx
+import numpy as np
+import pytest
+import zstandard
+from fake_engine import FakeEngine
+from served import HEADERS, MODEL, Session, client_of, listening, make_app, served
+from tinker.proto import tinker_public_pb2 as pb
+
+PROTOBUF = "application/x-protobuf"
+
+
+def train_body(model_id: str, seq_id: int, num_data: int = 2) -> bytes:
+    request = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id, loss_fn="cross_entropy")
+    for first in range(num_data):
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.arange(first, first + 5, dtype="<i4").tobytes()
+        target = datum.loss_fn_inputs["target_tokens"]
+        target.dense, target.dtype = np.arange(first + 1, first + 6, dtype="<i8").tobytes(), pb.DTYPE_INT64
+        target.shape.append(5)
+    return request.SerializeToString()
+
+
+async def post_train(client: httpx.AsyncClient, body: bytes, **headers: str) -> httpx.Response:
+    return await client.post("/api/v1/forward_backward", content=body, headers={"Content-Type": PROTOBUF, **headers})
+
+
+def test_a_client_is_configured(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            config = (await client.post("/api/v1/client/config", json={"sdk_version": "0.38.0"})).json()
+            dynamic = (await client.post("/api/v1/client/dynamic_config", json={"sdk_version": "9.9"})).json()
+            capable = (await client.get("/api/v1/get_server_capabilities")).json()
+        assert config["pjwt_auth_enabled"] is False and config["sample_use_retrieve_futures"] is True
+        assert config["create_model_via_load_weights"] is True
+        assert dynamic["refresh_interval_sec"] >= 10 and dynamic["sample_cancel_enabled"] is True
+        assert [model["model_name"] for model in capable["supported_models"]] == [MODEL]
+
+    asyncio.run(body())
+
+
+def test_health_tells_starting_from_ready(tmp_path):
+    async def body():
+        app = make_app(tmp_path)
+        async with app.router.lifespan_context(app), client_of(app) as client:
+            starting = await client.get("/api/v1/healthz")
+            assert starting.status_code == 503 and starting.json()["status"] == "starting"
+            with FakeEngine(str(tmp_path / "engine.sock"), model_name=MODEL):
+                async with asyncio.timeout(20):
+                    while (ready := await client.get("/api/v1/healthz")).status_code != 200:
+                        await asyncio.sleep(0.05)
+                assert ready.json() == {"status": "ok"}
+
+    asyncio.run(body())
+
+
+def test_a_session_trains_saves_and_samples(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            info = await session.post("get_info", model_id=session.model_id)
+            assert info["model_data"]["model_name"] == MODEL and info["lora_rank"] == 8
+            session.seq_id = 1
+            promise = (await post_train(client, train_body(session.model_id, 1))).json()
+            output = pb.ForwardBackwardOutput.FromString(await session.result(promise, PROTOBUF))
+            assert sum(record.num_datums for record in output.loss_fn_outputs) == 2
+            assert "loss:sum" in output.metrics
+            step = await session.operate("optim_step", adam_params={"learning_rate": 1e-4})
+            assert isinstance(step["metrics"], dict)
+            saved = await session.operate("save_weights", path="final")
+            assert saved["path"] == f"tinker://{session.model_id}/weights/final"
+            sampler = await session.operate("save_weights_for_sampler", sampling_session_seq_id=0)
+            promise = await session.post(
+                "asample",
+                sampling_session_id=sampler["sampling_session_id"],
+                seq_id=0,
+                num_samples=2,
+                prompt={"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+                sampling_params={"max_tokens": 4, "seed": 3},
+            )
+            assert len(set(promise["sample_sequence_ids"])) == 2
+            sampled = pb.SampleResponse.FromString(await session.result(promise, PROTOBUF))
+            assert len(sampled.sequences) == 2
+            assert len(sampled.sequences[0].logprobs) == len(sampled.sequences[0].tokens) > 0
+
+    asyncio.run(body())
+
+
+def test_older_clients_get_json(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            tokens = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+            target = {"data": [2, 3, 4], "dtype": "int64", "shape": [3]}
+            data = {"data": [{"model_input": tokens, "loss_fn_inputs": {"target_tokens": target}}]}
+            promise = await session.post(
+                "forward",
+                model_id=session.model_id,
+                seq_id=1,
+                forward_input={**data, "loss_fn": "cross_entropy"},
+            )
+            forward = await session.result(promise)
+            assert len(forward["loss_fn_outputs"][0]["logprobs"]["data"]) == 3
+            unload = await session.result(await session.post("unload_model", model_id=session.model_id))
+            assert unload == {"model_id": session.model_id, "type": "unload_model"}
+
+    asyncio.run(body())
+
+
+def test_compressed_bodies(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            squeezed = zstandard.compress(train_body(session.model_id, 1))
+            promise = await post_train(client, squeezed, **{"Content-Encoding": "zstd"})
+            assert promise.status_code == 200, promise.text
+            heartbeat = zstandard.compress(json.dumps({"session_id": session.session_id}).encode())
+            response = await client.post(
+                "/api/v1/session_heartbeat", content=heartbeat, headers={"Content-Encoding": "zstd"}
+            )
+            assert response.json() == {"type": "session_heartbeat"}
+            broken = await post_train(client, squeezed[:-4], **{"Content-Encoding": "zstd"})
+            assert broken.status_code == 400 and "not valid zstd" in broken.json()["detail"]
+
+    asyncio.run(body())
+
+
+def test_a_poll_that_waits_is_answered_408_with_a_reason(tmp_path):
+    async def body():
+        async with served(tmp_path, long_poll=0.2) as client:
+            session = await Session(client).open()
+            # Operation 2 waits for operation 1, which has not come.
+            promise = await session.post("optim_step", model_id=session.model_id, seq_id=2, adam_params={})
+            began = time.monotonic()
+            response = await client.post("/api/v1/retrieve_future", json={"request_id": promise["request_id"]})
+            assert time.monotonic() - began > 0.15
+            assert response.status_code == 408
+            assert response.json()["type"] == "try_again" and "1" in response.json()["queue_state_reason"]
+            assert (await post_train(client, train_body(session.model_id, 1))).status_code == 200
+            await session.result(promise)
+
+    asyncio.run(body())
+
+
+def test_a_failed_future_is_an_answer_not_a_status(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            promise = await session.post(
+                "create_model", session_id=session.session_id, model_seq_id=1, base_model=MODEL,
+                lora_config={"rank": 4096},
+            )  # fmt: skip
+            failed = await session.result(promise)
+            assert failed["category"] == "user" and "4096" in failed["error"]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/api/v1/nothing"), ("POST", "/api/v2/create_session"), ("DELETE", "/api/v1/create_session")],
+)
+def test_unknown_paths_are_404_in_json(tmp_path, method, path):
+    async def body():
+        async with served(tmp_path) as client:
+            response = await client.request(method, path)
+            assert response.status_code in (404, 405)
+            assert response.json() == {"detail": f"This server has no {method} {path}."}
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "status", "says"),
+    [
+        ("create_session", b"{", 400, "The request body is not JSON"),
+        ("session_heartbeat", b"[]", 422, "The request: "),
+        ("session_heartbeat", b"{}", 422, "session_id: Field required"),
+        ("session_heartbeat", b'{"session_id": "nobody"}', 404, "nobody"),
+        ("create_session", b" " * (2 << 20), 413, "The request body is too long. Got: 2,097,152 bytes or more"),
+        ("retrieve_future", b'{"request_id": "nobody"}', 404, "nobody"),
+        ("forward_backward", b"\xff\xff", 415, "Content-Type"),
+        ("asample", b"{}", 422, "prompt"),
+        ("save_weights", b'{"model_id": "m", "path": "x"}', 422, "seq_id is missing"),
+        ("load_weights", b'{"path": "tinker://a/weights/b"}', 422, "give session_id and model_seq_id"),
+        (
+            "create_custom_loss",
+            b'{"session_id": "s", "custom_loss_seq_id": 0, "name": "n"}',
+            400,
+            "computes the loss in",
+        ),
+        ("auth/token", b"{}", 404, "gives out no tokens"),
+    ],
+)
+def test_bad_requests_are_told_what_is_wrong(tmp_path, path, content, status, says):
+    async def body():
+        async with served(tmp_path) as client:
+            response = await client.post(f"/api/v1/{path}", content=content, headers={"Content-Type": "text/plain"})
+            assert response.status_code == status, response.text
+            assert says in response.json()["detail"]
+
+    asyncio.run(body())
+
+
+def test_an_endless_body_is_refused_early(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            sent = 0
+
+            async def endless():
+                nonlocal sent
+                while True:
+                    sent += 1 << 20
+                    yield b" " * (1 << 20)
+
+            response = await client.post("/api/v1/create_session", content=endless())
+            assert response.status_code == 413 and sent < 8 << 20
+
+    asyncio.run(body())
+
+
+def test_a_bug_is_answered_with_an_id_that_the_log_has(tmp_path, caplog):
+    async def body():
+        app = make_app(tmp_path)
+        async with app.router.lifespan_context(app), client_of(app) as client:
+            app.add_api_route("/api/v1/broken", broken)
+            return await client.get("/api/v1/broken")
+
+    with caplog.at_level(logging.ERROR):
+        response = asyncio.run(body())
+    assert response.status_code == 500
+    name = response.json()["detail"].removeprefix("The server has failed (error ").removesuffix("); its log says how.")
+    (record,) = [record for record in caplog.records if name in record.getMessage()]
+    assert record.exc_info is not None and "secret of the server" not in response.text
+
+
+async def broken():
+    raise ValueError("secret of the server")
+
+
+def test_checkpoints_by_rest(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            await session.operate("save_weights", path="a")
+            await session.operate("save_weights_for_sampler", path="a")
+            run = f"/api/v1/training_runs/{session.model_id}"
+            listed = (await client.get(f"{run}/checkpoints")).json()["checkpoints"]
+            assert {one["checkpoint_id"] for one in listed} == {"weights/a", "sampler_weights/a"}
+            assert (await client.get(run)).json()["user_metadata"] == {"renderer_name": "role_colon"}
+            assert (await client.get("/api/v1/training_runs?limit=5")).json()["cursor"]["total_count"] == 1
+            one = f"{run}/checkpoints/weights/a"
+            assert (await client.post(f"{one}/publish")).status_code == 200
+            assert (await client.get(f"{run}/checkpoints")).json()["checkpoints"][0]["public"] in (True, False)
+            assert (await client.delete(f"{one}/publish")).status_code == 200
+            assert (await client.put(f"{one}/ttl", json={"ttl_seconds": 7200})).status_code == 200
+            assert (await client.put(f"{one}/ttl", json={"ttl_seconds": 1})).status_code == 422
+            path = f"tinker://{session.model_id}/weights/a"
+            info = (await client.post("/api/v1/weights_info", json={"tinker_path": path})).json()
+            assert info["base_model"] == MODEL and info["lora_rank"] == 8
+            assert (await client.delete(one)).status_code in (200, 204)
+            assert (await client.delete(one)).status_code == 404
+            bare = await client.delete(f"{run}/checkpoints/a")
+            assert bare.status_code == 400
+
+    asyncio.run(body())
+
+
+def test_downloads_need_a_signature_and_no_key(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            await session.operate("save_weights_external", path="out")
+            run = f"/api/v1/training_runs/{session.model_id}"
+            found = (await client.get(f"{run}/checkpoints/external_weights/out/external_weights_urls")).json()
+            url = found["urls"]["adapter_config.json"]
+            del client.headers["X-API-Key"]
+            response = await client.get(url)
+            assert response.status_code == 200 and isinstance(response.json(), dict)
+            assert (await client.get(url[:-1] + ("0" if url[-1] != "0" else "1"))).status_code == 403
+            assert (
+                await client.get(url.replace("adapter_config.json", "adapter_model.safetensors"))
+            ).status_code == 403
+            assert (
+                await client.get("/api/v1/_download?path=../../etc/passwd&expires=9&signature=x")
+            ).status_code == 403
+
+    asyncio.run(body())
+
+
+def test_an_archive_is_a_tar_of_the_checkpoint(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            await session.operate("save_weights_for_sampler", path="a")
+            run = f"/api/v1/training_runs/{session.model_id}"
+            response = await client.get(f"{run}/checkpoints/sampler_weights/a/archive")
+            assert response.status_code == 302
+            archive = (await client.get(response.headers["Location"])).content
+            query = {"run_id": session.model_id, "checkpoint_id": "sampler_weights/a"}
+            again = (await client.get((await client.get("/api/v1/_archive", params=query)).json()["url"])).content
+        assert archive == again
+        with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+            names = tar.getnames()
+            assert "adapter_config.json" in names
+            assert json.load(tar.extractfile("adapter_config.json"))  # type: ignore[arg-type]
+
+    asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    "evil", ["..", "../..", "..%2f..%2f..", "%2e%2e/%2e%2e", "weights/..", "weights/%2e%2e%2f%2e%2e"]
+)
+def test_path_parameters_cannot_leave_the_folder(tmp_path, evil):
+    (tmp_path / "victim").write_text("still here")
+
+    async def body():
+        async with served(tmp_path / "data") as client:
+            session = await Session(client).open()
+            await session.operate("save_weights", path="a")
+            for method, suffix in [("DELETE", ""), ("GET", "/archive"), ("GET", "/external_weights_urls")]:
+                path = f"/api/v1/training_runs/{session.model_id}/checkpoints/{evil}{suffix}"
+                assert (await client.request(method, path)).status_code in (400, 404, 405), path
+                path = f"/api/v1/training_runs/{evil}/checkpoints/weights/a{suffix}"
+                assert (await client.request(method, path)).status_code in (400, 404, 405), path
+
+    (tmp_path / "data").mkdir()
+    asyncio.run(body())
+    assert (tmp_path / "victim").read_text() == "still here"
+
+
+def test_what_only_the_hosted_service_has_answers_softly(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            trace = (await client.get(f"/api/v1/sessions/{session.session_id}/trace_export")).json()
+            assert trace == {"status": "failed", "error": "This server records no traces of sessions."}
+            for path in ("audit", "billing/usage/events", "billing/usage/checkpoints/current"):
+                assert (await client.get(f"/api/v1/{path}")).status_code == 404
+
+    asyncio.run(body())
+
+
+def test_sessions_by_rest(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            assert (await client.get("/api/v1/sessions")).json() == {"sessions": [session.session_id]}
+            got = (await client.get(f"/api/v1/sessions/{session.session_id}")).json()
+            assert got["training_run_ids"] == [session.model_id]
+            found = await session.post("sessions/search", limit=10)
+            assert [one["session_id"] for one in found["sessions"]] == [session.session_id]
+            put = await client.put(f"/api/v1/sessions/{session.session_id}/project", json={"project_id": "p"})
+            assert put.status_code == 200
+            await session.post("telemetry", events=[{"event": "GENERIC_EVENT"}], platform="x", session_id="s")
+            await session.post(f"sessions/{session.session_id}/finish", reason={"type": "success"}, detail=None)
+            await session.post("session_heartbeat", status=410, session_id=session.session_id)
+
+    asyncio.run(body())
+
+
+def test_completions_in_the_openai_dialect(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            path = (await session.operate("save_weights_for_sampler", path="a"))["path"]
+            names = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
+            assert MODEL in names and path in names
+            for model in (MODEL, path):
+                asked = {"model": model, "prompt": "ab", "max_tokens": 5, "n": 2, "seed": 1}
+                for prefix in ("/v1", "/oai/api/v1"):
+                    response = await client.post(f"{prefix}/completions", json=asked)
+                    assert response.status_code == 200, response.text
+                    assert len(response.json()["choices"]) == 2
+                    assert response.json()["usage"]["prompt_tokens"] == 2
+            chat = await client.post(
+                "/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+            )
+            assert chat.json()["choices"][0]["message"]["role"] == "assistant"
+            missing = await client.post("/v1/completions", json={"model": "nope", "prompt": "a"})
+            assert missing.status_code in (400, 404) and "nope" in missing.json()["error"]["message"]
+            wrong = await client.post("/v1/completions", json={"prompt": "a"})
+            assert wrong.status_code == 422 and "model: Field required" in wrong.json()["error"]["message"]
+
+    asyncio.run(body())
+
+
+def test_streams_in_the_openai_dialect(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            asked = {"model": MODEL, "prompt": ["ab", "c"], "max_tokens": 5, "seed": 1}
+            whole = (await client.post("/v1/completions", json=asked)).json()
+            stream = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+            response = await client.post("/v1/completions", json=stream)
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+            assert lines.pop() == "[DONE]"
+            events = [json.loads(line) for line in lines]
+            assert events[-1]["usage"] == whole["usage"]
+            for choice in whole["choices"]:
+                parts = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice["index"]]
+                assert "".join(part["text"] for part in parts) == choice["text"]
+                assert [part["finish_reason"] for part in parts][-1] == choice["finish_reason"]
+            chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
+            text = (await client.post("/v1/chat/completions", json=chat)).text
+            first = json.loads(text.split("\n\n")[0].removeprefix("data: "))
+            assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            refused = await client.post("/v1/completions", json={**stream, "model": "nope"})
+            assert refused.status_code in (400, 404)
+
+    asyncio.run(body())
+
+
+def test_metrics_count_requests_by_route_template(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            session = await Session(client).open()
+            await client.get(f"/api/v1/sessions/{session.session_id}")
+            await client.get("/api/v1/nothing")
+            response = await client.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        lines = response.text.splitlines()
+        route = 'method="GET",route="/api/v1/sessions/{session_id}",status="200"'
+        assert any(line.startswith("locojax_requests_total{" + route) and line.endswith(" 1.0") for line in lines)
+        assert 'locojax_requests_total{method="GET",route="other",status="404"} 1.0' in lines
+        assert "locojax_engine_ready 1.0" in lines and "locojax_engine_restarts_total 0.0" in lines
+        assert session.session_id not in response.text
+
+    asyncio.run(body())
+
+
+def test_keys_open_the_door(tmp_path):
+    key = "tml-0123456789abcdef"
+
+    async def body():
+        async with served(tmp_path, keys=[key]) as client:
+            for headers, status in [
+                ({"X-API-Key": key}, 200),
+                ({"X-API-Key": "tml-wrong-wrong"}, 401),
+                ({"X-API-Key": ""}, 401),
+            ]:
+                response = await client.get("/api/v1/sessions", headers=headers)
+                assert response.status_code == status, headers
+            assert "www-authenticate" not in response.headers
+            del client.headers["X-API-Key"]
+            assert (await client.get("/api/v1/healthz")).status_code == 200
+            assert (await client.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code == 200
+            refused = await client.get("/v1/models")
+            assert refused.status_code == 401 and refused.json()["error"]["type"] == "authentication_error"
+            for path in ("/", "/metrics", "/page/page.js", "/api/v1/_status"):
+                asks = await client.get(path)
+                assert asks.status_code == 401 and asks.headers["www-authenticate"].startswith("Basic ")
+                assert (await client.get(path, auth=("me", key))).status_code == 200
+            # A browser would send Basic credentials for another site, too: they change nothing by themselves.
+            path = "/api/v1/training_runs/r/checkpoints/weights/a"
+            assert (await client.delete(path, auth=("me", key))).status_code == 401
+            ours = {"X-Requested-With": "locojax-page"}
+            assert (await client.delete(path, auth=("me", key), headers=ours)).status_code == 404
+            assert (await client.delete(path, headers=ours)).status_code == 401
+
+    asyncio.run(body())
+
+
+def test_without_keys_only_this_machine_is_answered(tmp_path):
+    async def body():
+        async with served(tmp_path) as client:
+            refused = await client.get("/api/v1/sessions", headers={"Host": "evil.example:8000"})
+            assert refused.status_code == 403
+            assert refused.json()["detail"].startswith("A server without API keys answers only to localhost")
+            assert (await client.get("/", headers={"Host": "evil.example"})).status_code == 403
+            del client.headers["X-API-Key"]
+            assert (await client.get("/")).status_code == 200
+            assert (await client.get("/api/v1/sessions")).status_code == 401
+            assert (await client.get("/api/v1/sessions", headers={"X-API-Key": "sk-1"})).status_code == 401
+
+    asyncio.run(body())
+
+
+def test_keys_are_never_logged(tmp_path, caplog):
+    async def body():
+        async with served(tmp_path, keys=["tml-0123456789abcdef"]) as client:
+            await client.get("/api/v1/sessions", headers={"X-API-Key": "tml-guess-guess"})
+            await client.get("/api/v1/sessions", headers={"X-API-Key": "tml-0123456789abcdef"})
+
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(body())
+    assert "0123456789abcdef" not in caplog.text and "guess-guess" not in caplog.text
+
+
+def test_heartbeats_are_quick_beside_many_polls(tmp_path):
+    """300 polls wait and 3 MB bodies are decoded; heartbeats don't notice."""
+
+    async def body(url: str):
+        limits = httpx.Limits(max_connections=400)
+        async with httpx.AsyncClient(base_url=url, headers=HEADERS, limits=limits, timeout=60) as client:
+            session = await Session(client).open()
+            late = await session.post("optim_step", model_id=session.model_id, seq_id=50, adam_params={})
+            polls = [asyncio.create_task(poll(client, late["request_id"])) for _ in range(300)]
+            await asyncio.sleep(0.5)
+            large = train_body(session.model_id, 60, num_data=20_000)
+            sends = [asyncio.create_task(post_train(client, large)) for _ in range(2)]
+            times = []
+            for _ in range(30):
+                began = time.perf_counter()
+                await session.post("session_heartbeat", session_id=session.session_id)
+                times.append(time.perf_counter() - began)
+                await asyncio.sleep(0.02)
+            for send in sends:
+                assert (await send).status_code == 200
+            for task in polls:
+                task.cancel()
+            await asyncio.gather(*polls, return_exceptions=True)
+            return sorted(times)
+
+    async def poll(client: httpx.AsyncClient, request_id: str) -> int:
+        return (await client.post("/api/v1/retrieve_future", json={"request_id": request_id})).status_code
+
+    app = make_app(tmp_path)
+    with FakeEngine(str(tmp_path / "engine.sock"), model_name=MODEL), listening(app) as url:
+        wait_until_ready(url)
+        times = asyncio.run(body(url))
+    assert times[int(0.95 * len(times))] < 0.5, times
+
+
+def wait_until_ready(url: str) -> None:
+    deadline = time.monotonic() + 30
+    while httpx.get(f"{url}/api/v1/healthz").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
