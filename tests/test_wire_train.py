@@ -16,7 +16,6 @@ from wire_bodies import as_json, as_proto, csr_tensor, data, dense_tensor, json_
 
 from locojax.server import wire
 from locojax.server.wire_content import MAX_BODY_BYTES
-from locojax.server.wire_train import MAX_DATA
 
 
 def dense_of(tensor: sdk.TensorData) -> np.ndarray:
@@ -204,9 +203,6 @@ def refusal(message: pb.ForwardBackwardRequest) -> str:
 def test_messages_that_contradict_themselves():
     assert "model_id is not a model's id" in refusal(message_with(model_id=""))
     assert "seq_id is not a sequence number. Got: -1" in refusal(message_with(seq_id=-1))
-    many = message_with()
-    many.data.extend([pb.Datum()] * MAX_DATA)
-    assert "too many data. Got: 65537" in refusal(many)
     torn = message_with()
     torn.data[0].model_input[0].encoded_text.tokens = b"12345"
     assert "data[0].model_input[0]: tokens are not int32 values. Got: 5 bytes" in refusal(torn)
@@ -361,3 +357,15 @@ def test_a_body_is_plain_values():
     assert dataclasses.is_dataclass(body)
     with pytest.raises(dataclasses.FrozenInstanceError):
         body.loss = "ppo"  # type: ignore[misc]
+
+
+def test_a_large_body_may_not_be_all_parts():
+    """Each of these two million parts would cost the parser 50 bytes for 2."""
+    few = message_with()
+    few.data[0].model_input.extend([few.data[0].model_input[0]] * 199_000)
+    assert len(wire.decode_train(few.SerializeToString()).data[0].tokens) == 199_001 * 4
+    few.data[0].model_input.extend([pb.Chunk()] * 2_000_000)
+    assert "The request has too many parts: data, chunks and tensors. Expected: at most 200000" in refusal(few)
+    with pytest.raises(wire.WireError, match="too many parts") as caught:
+        wire.decode_train(b"[" + b"{}," * 2_000_000 + b"{}]", content_type="application/json")
+    assert caught.value.status == 413

@@ -8,11 +8,12 @@ from typing import Any
 import orjson
 import zstandard
 
+from locojax.server.wire_counts import check_json_parts
 from locojax.server.wire_errors import WireError
 
 MAX_BODY_BYTES = 32 << 20
-"""Of a body, compressed or not. A datum of a million tokens has 24 MB, and the SDK cuts batches at 5 MB; the worst body
-of this size takes 1 GiB while it is parsed."""
+"""Of a body, compressed or not. A datum of a million tokens has 24 MB; the SDK cuts batches at 5 MB, five times that as
+JSON."""
 
 MAX_WINDOW_BYTES = 128 << 20
 """What a zstd frame may ask the decompressor to hold."""
@@ -103,7 +104,8 @@ def _too_long(got: str, max_bytes: int) -> WireError:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises WireError: not JSON (400), or no object (422)."""
+    """A JSON object. Raises WireError: not JSON (400), no object (422), or one of too many parts (413)."""
+    check_json_parts(body)
     try:
         found = orjson.loads(body)
     except orjson.JSONDecodeError as error:

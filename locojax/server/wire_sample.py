@@ -101,7 +101,7 @@ def decode_sample(body: bytes, *, content_encoding: str | None = None, max_bytes
     if asked.sampling_session_id is not None and asked.seq_id is None:
         raise WireError("seq_id is missing", expected="0 for a sampling session's first request, then 1, 2, ...")
     allowance = Allowance()
-    prompt = json_tokens(asked.prompt, "prompt", allowance)
+    prompt = json_tokens(asked.prompt, "prompt")
     if not prompt.size:
         raise WireError("The prompt is empty", expected="at least one token, such as the model's BOS")
     last_n = asked.prompt_logprobs_last_n

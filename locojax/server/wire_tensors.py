@@ -20,7 +20,6 @@ from locojax.server.wire_errors import WireError, shortened
 MAX_DENSE_BYTES = 256 << 20
 """What all sparse tensors of one request may fill when written out."""
 
-MAX_CHUNKS = 1_000_000
 MAX_DIMENSION = (1 << 31) - 1
 
 _BFLOAT16 = np.dtype("<u2")
@@ -48,12 +47,12 @@ class Csr:
 
 
 class Allowance:
-    """How much memory and how many pieces one request may still turn into."""
+    """How much memory one request's sparse tensors may still turn into."""
 
-    def __init__(self, dense_bytes: int = MAX_DENSE_BYTES, chunks: int = MAX_CHUNKS):
-        self._dense_bytes, self._chunks = dense_bytes, chunks
+    def __init__(self, dense_bytes: int = MAX_DENSE_BYTES):
+        self._dense_bytes = dense_bytes
 
-    def spend_bytes(self, num_bytes: int, field: str) -> None:
+    def spend(self, num_bytes: int, field: str) -> None:
         self._dense_bytes -= num_bytes
         if self._dense_bytes < 0:
             raise WireError(
@@ -63,20 +62,9 @@ class Allowance:
                 status=413,
             )
 
-    def spend_chunks(self, num_chunks: int, field: str) -> None:
-        self._chunks -= num_chunks
-        if self._chunks < 0:
-            raise WireError(
-                f"{field}: the request has too many chunks",
-                expected=f"at most {MAX_CHUNKS} in one request",
-                remedy="Join adjacent text chunks",
-                status=413,
-            )
 
-
-def proto_tokens(chunks: Sequence[Any], field: str, allowance: Allowance) -> np.ndarray:
+def proto_tokens(chunks: Sequence[Any], field: str) -> np.ndarray:
     """i32[N] of a `repeated Chunk`, text chunks joined. Raises WireError: an image or audio, or torn bytes."""
-    allowance.spend_chunks(len(chunks), field)
     parts = []
     for i, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("chunk")
@@ -89,7 +77,7 @@ def proto_tokens(chunks: Sequence[Any], field: str, allowance: Allowance) -> np.
     return np.frombuffer(b"".join(parts), _INT32)
 
 
-def json_tokens(model_input: Any, field: str, allowance: Allowance) -> np.ndarray:
+def json_tokens(model_input: Any, field: str) -> np.ndarray:
     """i32[N] of `{"chunks": [{"type": "encoded_text", "tokens": [int]}]}`, chunks joined.
 
     Raises WireError: another form, an image or audio, or an id that is no int32.
@@ -97,7 +85,6 @@ def json_tokens(model_input: Any, field: str, allowance: Allowance) -> np.ndarra
     chunks = model_input.get("chunks") if type(model_input) is dict else None
     if type(chunks) is not list:
         raise WireError(f'{field} is not {{"chunks": [...]}}', got=shortened(model_input), status=422)
-    allowance.spend_chunks(len(chunks), field)
     lists = []
     for i, chunk in enumerate(chunks):
         kind = chunk.get("type", "encoded_text") if type(chunk) is dict else None
@@ -258,7 +245,7 @@ def _bad_csr(field: str, got: str, expected: str) -> WireError:
 
 def dense(csr: Csr, values: np.ndarray, fill: int, field: str, allowance: Allowance) -> np.ndarray:
     """[N, K]: `values` at the listed cells, `fill` elsewhere."""
-    allowance.spend_bytes(math.prod(csr.shape) * values.dtype.itemsize, field)
+    allowance.spend(math.prod(csr.shape) * values.dtype.itemsize, field)
     out = np.full(csr.shape, fill, values.dtype)
     out[csr.rows, csr.columns] = values
     return out

@@ -18,12 +18,10 @@ from tinker.proto import tinker_public_pb2 as pb
 from locojax.hosts import protocol
 from locojax.server.requests import Id, Request, Sequence, Text
 from locojax.server.wire_content import JSON, MAX_BODY_BYTES, PROTOBUF, decompressed, json_object, media_type
+from locojax.server.wire_counts import check_proto_parts
 from locojax.server.wire_errors import WireError, refused_fields, shortened
 from locojax.server.wire_tensors import Allowance, digest_arrays, json_tensor, json_tokens, proto_tensor, proto_tokens
 from locojax.types import Datum
-
-MAX_DATA = 65_536
-"""Of one request; the SDK cuts at 1024."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +100,15 @@ def decode_train(
 
 
 def _train_of_proto(plain: bytes, gradient: bool) -> TrainBody:
+    check_proto_parts(plain)
     try:
         request = pb.ForwardBackwardRequest.FromString(plain)
     except DecodeError as error:
         raise WireError("The request body is not a ForwardBackwardRequest", got=error) from None
-    _check_num_data(len(request.data))
     allowance = Allowance()
     data, provenance = [], []
     for i, datum in enumerate(request.data):
-        tokens = proto_tokens(datum.model_input, f"data[{i}].model_input", allowance)
+        tokens = proto_tokens(datum.model_input, f"data[{i}].model_input")
         inputs = {
             name: proto_tensor(tensor, f"data[{i}].loss_fn_inputs[{shortened(name)}]", allowance)
             for name, tensor in datum.loss_fn_inputs.items()
@@ -154,11 +152,6 @@ def _proto_provenance(datum: Any, i: int) -> Provenance | None:
     )
 
 
-def _check_num_data(num_data: int) -> None:
-    if num_data > MAX_DATA:
-        raise WireError("The request has too many data", got=num_data, expected=f"at most {MAX_DATA}", status=413)
-
-
 class _TrainInput(Request):
     data: list[dict[str, Any]]
     loss_fn: Text
@@ -181,11 +174,10 @@ def _train_of_json(plain: bytes, gradient: bool) -> TrainBody:
     except pydantic.ValidationError as error:
         raise refused_fields(error) from None
     given = head.forward_backward_input
-    _check_num_data(len(given.data))
     allowance = Allowance()
     data = []
     for i, datum in enumerate(given.data):
-        tokens = json_tokens(datum.get("model_input"), f"data[{i}].model_input", allowance)
+        tokens = json_tokens(datum.get("model_input"), f"data[{i}].model_input")
         inputs = datum.get("loss_fn_inputs")
         if type(inputs) is not dict:
             raise WireError(f"data[{i}].loss_fn_inputs is not an object", got=shortened(inputs), status=422)
