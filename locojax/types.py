@@ -54,6 +54,12 @@ class SampleRequest:
     target_prompt_logprobs: np.ndarray | None = None  # i64[P - 1, K]: score these after each prefix; -1: none
     prompt_alt_tokens: int = 0  # tokens to draw at each prompt position from what is predicted there
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether something is asked about the prompt's own positions."""
+        wanted = self.prompt_logprobs or self.topk_prompt_logprobs or self.prompt_alt_tokens
+        return bool(wanted) or self.target_prompt_logprobs is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -75,7 +81,7 @@ class Completion:
 
 
 MASKED_LOGPROB = -99999.0
-"""Stands, beside token id 0, where a table of alternatives has nothing to say: before the first token, or not scored."""
+"""Stands, beside token id 0, where a table of alternatives has nothing to say: at the first token, or not scored."""
 
 
 @dataclasses.dataclass(frozen=True)

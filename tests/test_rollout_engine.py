@@ -14,7 +14,7 @@ from locojax.models.lora import Adapters, LoraSpec, init_adapter
 from locojax.rollout.engine import Engine
 from locojax.rollout.programs import Compiler
 from locojax.rollout.settings import EngineSettings
-from locojax.types import SampleRequest, SamplingParams
+from locojax.types import MASKED_LOGPROB, SampleRequest, SamplingParams
 
 BYTES_PER_TOKEN = 2 * SPEC.num_layers * SPEC.kv_size * 4
 SMALL = EngineSettings(max_slots=16, max_prefill_tokens=64, max_iterations=8, kv_bytes=4096 * BYTES_PER_TOKEN)
@@ -233,7 +233,8 @@ def test_prompt_log_probs(settings, budget):
     np.testing.assert_allclose(result.prompt_logprobs[1:], expected, atol=1e-5)
     ids, values = result.topk_prompt_logprobs
     table = np.sort(oracle_logits(asked.prompt)[:-1], -1)
-    assert ids.shape == values.shape == (len(asked.prompt), 3) and ids[0].tolist() == [-1] * 3
+    assert ids.shape == values.shape == (len(asked.prompt), 3) and ids[0].tolist() == [0] * 3
+    assert values[0].tolist() == [MASKED_LOGPROB] * 3
     for i in range(1, len(asked.prompt)):
         of_ids = [oracle_logprobs(asked.prompt[:i], [token])[0] for token in ids[i]]
         np.testing.assert_allclose(values[i], of_ids, atol=1e-5)
@@ -402,13 +403,21 @@ def test_tempered_log_probs_are_declared():
          " Expected: non-empty strings, or token ids in [0, 97)."),
         ({"topk_prompt_logprobs": 98}, "Request 'bad': topk_prompt_logprobs is out of range. Got: 98."
          " Expected: 0 to 97."),
+        ({"topk_sample_logprobs": -1}, "Request 'bad': topk_sample_logprobs is out of range. Got: -1."
+         " Expected: 0 to 97."),
+        ({"prompt_logprobs_last_n": -1}, "Request 'bad': prompt_logprobs_last_n is out of range. Got: -1."
+         " Expected: 0 or more, or none for all."),
+        ({"target_prompt_logprobs": np.zeros((2, 1), np.int64)}, "Request 'bad': target_prompt_logprobs has the wrong"
+         " shape. Got: [2, 1]. Expected: [1, 1 to 97], a row for each prompt token but the first."),
+        ({"target_prompt_logprobs": np.full((1, 1), 97)}, "Request 'bad': target_prompt_logprobs has a token outside of"
+         " the vocabulary. Got: [97]. Expected: ids in [0, 97), or -1 for none."),
     ],
 )  # fmt: skip
 def test_malformed_requests_are_refused_and_others_run(change, message):
     good, made = request("good", (4, 5)), engine()
     bad = dataclasses.replace(good, request_id="bad")
     for name, value in change.items():
-        if hasattr(SampleRequest, name) or name in ("prompt", "num_samples", "adapter", "topk_prompt_logprobs"):
+        if name in {field.name for field in dataclasses.fields(SampleRequest)}:
             bad = dataclasses.replace(bad, **{name: value})
         else:
             bad = dataclasses.replace(bad, params=dataclasses.replace(bad.params, **{name: value}))

@@ -19,13 +19,13 @@ import numpy as np
 
 from locojax.errors import ConfigError, RequestError
 from locojax.models.decoder import Params
-from locojax.models.lora import Adapters, stack_axis
+from locojax.models.lora import Adapters
 from locojax.models.spec import ModelSpec
-from locojax.rollout import programs, sampling
+from locojax.rollout import programs, sampling, stacks
 from locojax.rollout.batch import decode_rows, num_stop_ids
 from locojax.rollout.layouts import Cache
-from locojax.rollout.pages import Moves, Shape
-from locojax.rollout.prefilling import Loaded, Prefiller
+from locojax.rollout.pages import Moves, Shape, power_of_two
+from locojax.rollout.prefilling import Asked, Loaded, Prefiller, PromptScores
 from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
 from locojax.rollout.scheduler import Schedule, Scheduler
 from locojax.rollout.settings import EngineSettings, memory_and_layout
@@ -42,8 +42,8 @@ class _Request:
 
     request: SampleRequest
     samples: list[Sample]
-    prompt_logprobs: np.ndarray | None = None
-    topk_prompt_logprobs: tuple[np.ndarray, np.ndarray] | None = None
+    seed: int | str
+    scores: PromptScores | None = None
 
 
 class Engine:
@@ -152,10 +152,10 @@ class Engine:
         Raises:
           RequestError: no such row, the adapter doesn't fit, or its samples run and `interrupt` is False.
         """
-        stack = self._stack()
+        stack = stacks.require(self._loaded.adapters)
         if not 1 <= row < self.num_adapters:
             raise RequestError("No such row of the stacked adapters", got=row, expected=f"1 to {self.num_adapters - 1}")
-        tree = self.check_adapter({} if adapter is None else adapter)
+        tree = stacks.fitted(stack, {} if adapter is None else adapter)
         num_running = sum(sample.request.adapter == row for sample in self._scheduler.running)
         if num_running and not interrupt:
             raise RequestError(
@@ -170,31 +170,13 @@ class Engine:
         self._loaded = dataclasses.replace(self._loaded, adapters=replaced)
         self._versions[row] = version
 
-    def check_adapter(self, adapter: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        """The adapter as `set_adapter` stores it: ranks below the stack's padded with zeros, and modules that it lacks.
+    def check_adapter(self, adapter: Mapping[str, Any]) -> None:
+        """Refuses what `set_adapter` would.
 
         Raises:
           RequestError: it has modules, shapes or a rank that the stack has no place for.
         """
-        stack = self._stack()
-        unknown = sorted(set(adapter) - set(stack.tree))
-        if unknown:
-            raise RequestError("An adapter has modules that the engine has no place for", got=unknown)
-        return {
-            module: {
-                name: _padded(module, name, leaf, adapter[module][name] if module in adapter else None)
-                for name, leaf in parts.items()
-            }
-            for module, parts in stack.tree.items()
-        }
-
-    def _stack(self) -> Adapters:
-        stack = self._loaded.adapters
-        if stack is None or not stack.scale.ndim:
-            raise RequestError(
-                "The engine has no stack of adapters", remedy="Give load one: models.lora.empty_stack makes it"
-            )
-        return stack
+        stacks.fitted(stacks.require(self._loaded.adapters), adapter)
 
     def version_of(self, adapter: int) -> int:
         """The policy version of an adapter's completions, -1 before there are weights."""
@@ -209,6 +191,25 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise RequestError(f"Request {request.request_id!r} is already running", remedy="Use another request_id")
+        max_tokens = self.validate(request)
+        seed: Any = request.params.seed
+        if seed is None:
+            seed = f"unseeded/{self.settings.seed}/{self._num_added}"
+        self._num_added += 1
+        stop = StopRule.of(request.params.stop, self._tokens.eos_ids)
+        samples = [
+            Sample(request, i, sampling.key_of(seed, i), stop, max_tokens, request.prompt, stream)
+            for i in range(request.num_samples)
+        ]
+        self._requests[request.request_id] = _Request(request, samples, seed)
+        self._scheduler.add(samples)
+
+    def validate(self, request: SampleRequest) -> int:
+        """Refuses what `add` would; returns the most tokens a sample may have.
+
+        Raises:
+          RequestError: it is malformed, or can't fit.
+        """
         max_tokens = validate(
             request, vocab_size=self.spec.vocab_size, max_context=self.max_context, num_adapters=self.num_adapters
         )
@@ -219,17 +220,7 @@ class Engine:
                 got=f"kv_bytes={self.settings.kv_bytes}",
                 remedy="Lower max_tokens or raise the engine's kv_bytes",
             )
-        seed: Any = request.params.seed
-        if seed is None:
-            seed = f"unseeded/{self.settings.seed}/{self._num_added}"
-        self._num_added += 1
-        stop = StopRule.of(request.params.stop, self._tokens.eos_ids)
-        samples = [
-            Sample(request, i, sampling.key_of(seed, i), stop, max_tokens, request.prompt, stream)
-            for i in range(request.num_samples)
-        ]
-        self._requests[request.request_id] = _Request(request, samples)
-        self._scheduler.add(samples)
+        return max_tokens
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; the next `step` returns what it has, unfinished samples marked `abort`. False if unknown."""
@@ -384,13 +375,11 @@ class Engine:
 
     def _prefill(self, plan: Schedule) -> None:
         start = time.perf_counter()
-        num_top = {p.scored_for: self._requests[p.scored_for].request.topk_prompt_logprobs
-                   for p in plan.prompts if p.scored_for is not None}  # fmt: skip
-        scores = self._prefiller.run(self._loaded, self._cache, self._shape, plan.prompts, num_top, self._keep)
+        scored = (self._requests[p.scored_for] for p in plan.prompts if p.scored_for is not None)
+        asked = {mine.request.request_id: Asked(mine.request, mine.seed) for mine in scored}
+        scores = self._prefiller.run(self._loaded, self._cache, self._shape, plan.prompts, asked, self._keep)
         for request_id, score in scores.items():
-            mine = self._requests[request_id]
-            mine.prompt_logprobs = score.logprobs if mine.request.prompt_logprobs else None
-            mine.topk_prompt_logprobs = score.top
+            self._requests[request_id].scores = score
         jax.block_until_ready(self._cache["last"])
         self._stats.num_prompt_tokens += sum(len(p.tokens) for p in plan.prompts)
         self._stats.prefill_seconds += time.perf_counter() - start
@@ -407,13 +396,16 @@ class Engine:
         self._table_width = self._layout.width(tables)
         rows = decode_rows(running, num_rows, self._num_stops, tables)
         truncates = any(sampling.truncates(s.request.params) for s in running)
-        key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width, truncates)
+        num_top = max(s.request.topk_sample_logprobs for s in running)
+        num_top = power_of_two(num_top) if num_top else 0
+        key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width, truncates, num_top)
         start = time.perf_counter()
-        self._cache, tokens, logprobs, gained, num_iterations = self.compiler.call(
+        self._cache, drawn, gained, num_iterations = self.compiler.call(
             "decode", key, self._loaded.weights, self._loaded.adapters, self._cache, rows,
             np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32), truncates=truncates,
+            num_top=num_top,
         )  # fmt: skip
-        tokens, logprobs, gained = np.asarray(tokens), np.asarray(logprobs), np.asarray(gained)
+        drawn, gained = jax.tree.map(np.asarray, drawn), np.asarray(gained)
         self._stats.decode_seconds += time.perf_counter() - start
         self._stats.num_iterations += int(num_iterations)
         self._stats.row_iterations += int(gained.sum())
@@ -422,7 +414,9 @@ class Engine:
             assert sample.slot is not None
             row, first = sample.slot.row, 0 if sample.fresh else 1
             new = slice(first, first + int(gained[row]))
-            self._extend(sample, tokens[new, row].tolist(), logprobs[new, row].tolist())
+            if k := sample.request.topk_sample_logprobs:
+                sample.top += zip(drawn.top_ids[new, row, :k], drawn.top_logprobs[new, row, :k], strict=True)
+            self._extend(sample, drawn.token[new, row].tolist(), drawn.logprob[new, row].tolist())
 
     def _extend(self, sample: Sample, tokens: list[int], logprobs: list[float]) -> None:
         """Appends what was sampled, up to a stop string, and frees the slot of a sample that ended."""
@@ -448,29 +442,16 @@ class Engine:
         del self._requests[mine.request.request_id]
         version = self.version_of(mine.request.adapter)
         completions = tuple(s.completion(version, self.settings.logprobs_of) for s in mine.samples)
+        request, scores = mine.request, mine.scores
         self._closed.append(
-            SampleResult(mine.request.request_id, completions, mine.prompt_logprobs, mine.topk_prompt_logprobs)
+            SampleResult(
+                request.request_id,
+                completions,
+                scores.logprobs if scores is not None and request.prompt_logprobs else None,
+                scores.top if scores is not None and request.topk_prompt_logprobs else None,
+                tuple(sample.likeliest() for sample in mine.samples) if request.topk_sample_logprobs else None,
+                scores.targets if scores is not None and request.target_prompt_logprobs is not None else None,
+                scores.drawn if scores is not None and request.prompt_alt_tokens else None,
+                mine.samples[0].num_cached,
+            )
         )
-
-
-def _padded(module: str, name: str, stack: Any, leaf: Any) -> Any:
-    """One leaf of an adapter at the stack's rank. `stack` is that of all, with one more axis; None: zeros."""
-    axis = stack_axis(module)
-    shape = (*stack.shape[:axis], *stack.shape[axis + 1 :])
-    if leaf is None:
-        return np.zeros(shape, np.float32)
-    rank_axis = len(shape) - (1 if name == "a" else 2)
-    fits = leaf.ndim == len(shape) and all(
-        have <= room if axis == rank_axis else have == room
-        for axis, (have, room) in enumerate(zip(leaf.shape, shape, strict=True))
-    )
-    if not fits:
-        raise RequestError(
-            f"An adapter's {module}.{name} doesn't fit the engine's stack", got=list(leaf.shape),
-            expected=f"{list(shape)}, of which the rank may be lower than {shape[rank_axis]}",
-        )  # fmt: skip
-    if leaf.shape == shape:
-        return leaf if leaf.dtype == np.float32 else np.asarray(leaf, np.float32)
-    padded = np.zeros(shape, np.float32)
-    padded[tuple(slice(0, size) for size in leaf.shape)] = leaf
-    return padded

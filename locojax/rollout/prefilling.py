@@ -9,11 +9,12 @@ import numpy as np
 
 from locojax.models.decoder import Params
 from locojax.models.lora import Adapters
-from locojax.rollout import programs
+from locojax.rollout import programs, sampling
 from locojax.rollout.layouts import Cache, Layout
 from locojax.rollout.pages import Shape, power_of_two
 from locojax.rollout.prefill import batches, common_header, pack
 from locojax.rollout.scheduler import NewPrompt
+from locojax.types import MASKED_LOGPROB, SampleRequest
 
 SCORE_TILE = 64
 """Prompt positions whose logits exist at one time."""
@@ -29,11 +30,33 @@ class Loaded:
 
 
 @dataclasses.dataclass(frozen=True)
-class PromptScores:
-    """logprobs f32[P], entry 0 NaN; top ids i32[P, k] (entry 0: -1) and log-probs f32[P, k], None for k = 0."""
+class Asked:
+    """A request that asks about its prompt, and the seed its samples are drawn with."""
 
-    logprobs: np.ndarray
-    top: tuple[np.ndarray, np.ndarray] | None
+    request: SampleRequest
+    seed: int | str
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptScores:
+    """As the fields of `SampleResult` by these names; positions that aren't scored hold what it says there."""
+
+    logprobs: np.ndarray  # f32[P]
+    top: tuple[np.ndarray, np.ndarray]  # [P, k]
+    targets: np.ndarray  # f32[P - 1, J]
+    drawn: tuple[np.ndarray, np.ndarray]  # [P, A]
+
+    @classmethod
+    def blank(cls, request: SampleRequest) -> PromptScores:
+        """Room for a request's answers, nothing scored."""
+        P, targets = len(request.prompt), request.target_prompt_logprobs
+
+        def table(width: int) -> tuple[np.ndarray, np.ndarray]:
+            return np.zeros((P, width), np.int32), np.full((P, width), MASKED_LOGPROB, np.float32)
+
+        of_targets = np.zeros((P - 1, 0 if targets is None else targets.shape[1]), np.float32)
+        top, drawn = table(request.topk_prompt_logprobs), table(request.prompt_alt_tokens)
+        return cls(np.full(P, np.nan, np.float32), top, of_targets, drawn)
 
 
 class Prefiller:
@@ -48,12 +71,12 @@ class Prefiller:
         cache: Cache,
         shape: Shape,
         prompts: Sequence[NewPrompt],
-        num_top: Mapping[str, int],
+        asked: Mapping[str, Asked],
         keep: Callable[[Cache], None],
     ) -> dict[str, PromptScores]:
         """Computes and stores the prompts; `keep` is given the new cache after every program, as each donates the last.
 
-        Returns the scores of prompts with `scored_for`, of which `num_top` tells how many alternatives are wanted.
+        Returns the scores of prompts with `scored_for`, of which `asked` tells what is wanted.
         """
         scores: dict[str, PromptScores] = {}
         for adapter in dict.fromkeys(p.adapter for p in prompts):
@@ -67,8 +90,8 @@ class Prefiller:
                     cache, hidden = self._packed(loaded, cache, shape, chosen, keep)
                 for prompt, states in zip(chosen, hidden, strict=True):
                     if prompt.scored_for is not None and states is not None:
-                        wanted = num_top[prompt.scored_for]
-                        scores[prompt.scored_for] = self._score(loaded, prompt, states, wanted)
+                        wanted = asked[prompt.scored_for]
+                        scores[prompt.scored_for] = self._score(loaded, wanted, states)
         return scores
 
     def _packed(
@@ -117,22 +140,42 @@ class Prefiller:
                 states.append(np.asarray(hidden)[:count])
         return cache, [np.concatenate(states) if states else None]
 
-    def _score(self, loaded: Loaded, prompt: NewPrompt, states: np.ndarray, num_top: int) -> PromptScores:
+    def _score(self, loaded: Loaded, asked: Asked, states: np.ndarray) -> PromptScores:
         """states [P, D] -> scores; the state at i-1 predicts token i. In tiles, so that logits stay [tile, V]."""
-        length, k = len(prompt.tokens), power_of_two(num_top) if num_top else 1
-        logprobs = np.full(length, np.nan, np.float32)
-        ids, tops = np.full((length, k), -1, np.int32), np.full((length, k), np.nan, np.float32)
-        for start in range(0, length - 1, SCORE_TILE):
-            count = min(SCORE_TILE, length - 1 - start)
+        request, scores = asked.request, PromptScores.blank(asked.request)
+        length, last_n = len(request.prompt), request.prompt_logprobs_last_n
+        begin = 1 if last_n is None else max(1, length - last_n)
+        k, A = scores.top[0].shape[1], scores.drawn[0].shape[1]
+        J = scores.targets.shape[1]
+        width = power_of_two(1 + J)
+        keys = np.zeros((power_of_two(A) if A else 0, 2), np.uint32)
+        for j in range(A):
+            keys[j] = sampling.key_of(f"{asked.seed}/alternatives", j)
+        num_top = power_of_two(k) if k else 0
+        for at in range(begin, length, SCORE_TILE):
+            count = min(SCORE_TILE, length - at)
             tile = np.zeros((SCORE_TILE, states.shape[1]), states.dtype)
-            tile[:count] = states[start : start + count]
-            targets = np.zeros(SCORE_TILE, np.int32)
-            targets[:count] = prompt.tokens[start + 1 : start + 1 + count]
-            of_target, top_ids, top = self._compiler.call(
-                "score", (loaded.signature, k), loaded.weights, loaded.adapters, tile, targets,
-                np.full(1, prompt.adapter, np.int32), num_top=k,
+            tile[:count] = states[at - 1 : at - 1 + count]
+            targets = np.zeros((SCORE_TILE, width), np.int32)
+            targets[:count, 0] = request.prompt[at : at + count]
+            if request.target_prompt_logprobs is not None:
+                targets[:count, 1 : 1 + J] = np.maximum(request.target_prompt_logprobs[at - 1 : at - 1 + count], 0)
+            rows = programs.ScoreRows(
+                targets, np.arange(at, at + SCORE_TILE, dtype=np.int32),
+                np.asarray(request.params.temperature, np.float32), keys, np.full(1, request.adapter, np.int32),
             )  # fmt: skip
-            at = slice(start + 1, start + 1 + count)
-            logprobs[at] = np.asarray(of_target)[:count]
-            ids[at], tops[at] = np.asarray(top_ids)[:count], np.asarray(top)[:count]
-        return PromptScores(logprobs, (ids[:, :num_top], tops[:, :num_top]) if num_top else None)
+            out = self._compiler.call(
+                "score", (loaded.signature, num_top, width, len(keys)), loaded.weights, loaded.adapters, tile, rows,
+                num_top=num_top,
+            )  # fmt: skip
+            here, of_targets = slice(at, at + count), np.asarray(out.targets)[:count]
+            scores.logprobs[here] = of_targets[:, 0]
+            scores.targets[at - 1 : at - 1 + count] = of_targets[:, 1 : 1 + J]
+            for (ids, logprobs), new_ids, new in (
+                (scores.top, out.top_ids, out.top_logprobs), (scores.drawn, out.drawn_ids, out.drawn_logprobs),
+            ):  # fmt: skip
+                ids[here] = np.asarray(new_ids)[:count, : ids.shape[1]]
+                logprobs[here] = np.asarray(new)[:count, : ids.shape[1]]
+        if request.target_prompt_logprobs is not None:
+            scores.targets[request.target_prompt_logprobs < 0] = 0.0
+        return scores

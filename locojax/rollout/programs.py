@@ -19,7 +19,7 @@ from locojax.models import attention, decoder
 from locojax.models.lora import Adapters, present_in, stack_axis
 from locojax.models.spec import ModelSpec
 from locojax.rollout.layouts import Cache, Destination, Layout, Tables
-from locojax.rollout.sampling import SamplerRows, sample
+from locojax.rollout.sampling import SamplerRows, likeliest, log_softmax_parts, sample
 from locojax.types import LogprobsOf
 
 
@@ -44,6 +44,47 @@ class DecodeRows:
     adapter: Any
     sampler: SamplerRows
     tables: Tables
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A token i32[B] for each row, its log-prob f32[B], and the likeliest tokens: i32[B, k], log-probs f32[B, k]."""
+
+    token: Any
+    logprob: Any
+    top_ids: Any
+    top_logprobs: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoreRows:
+    """What is asked about T positions of one prompt; T is a tile, so that the logits stay [tile, V].
+
+    Attributes:
+      targets i32[T, J]: tokens whose log-probs are wanted. position i32[T]: in the prompt, of the token predicted.
+      temperature f32[]: of the request. keys u32[A, 2]: one for each token to draw at a position.
+      adapter i32[1].
+    """
+
+    targets: Any
+    position: Any
+    temperature: Any
+    keys: Any
+    adapter: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Log-probs of the targets f32[T, J]; likeliest tokens [T, k]; tokens drawn [T, A]; ids i32, log-probs f32."""
+
+    targets: Any
+    top_ids: Any
+    top_logprobs: Any
+    drawn_ids: Any
+    drawn_logprobs: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,43 +116,48 @@ def decode(
     num_iterations: Array,
     return_at: Array,
     truncates: bool,
-) -> tuple[Cache, Array, Array, Array, Array]:
+    num_top: int,
+) -> tuple[Cache, Drawn, Array, Array]:
     """First tokens of fresh rows, then iterations of: forward, sample, append, check stops.
 
     Stops after `num_iterations` i32[], or once at most `return_at` i32[] rows are alive. `truncates`: see `sample`.
+    `num_top`: likeliest tokens to report at each position.
 
-    Returns: cache; tokens i32[K+1, B] and log-probs f32[K+1, B], of which item 0 is the fresh rows'; how many tokens
-      each row gained, i32[B].
+    Returns: cache; what was drawn [K+1, B], of which item 0 is the fresh rows'; how many tokens each row gained,
+      i32[B]; how many iterations ran, i32[].
     """
     mine = pick_adapters(adapters, rows.adapter)
     B = rows.token.shape[0]
 
-    def draw(hidden: Array, count: Array) -> tuple[Array, Array]:
+    def draw(hidden: Array, count: Array) -> Drawn:
         logits = decoder.logits(weights, hidden[:, None], mine)[:, 0]
         sampler = dataclasses.replace(rows.sampler, position=rows.sampler.position + count)
-        return sample(logits, sampler, spec.logprobs_of, truncates)
+        token, logprob = sample(logits, sampler, spec.logprobs_of, truncates)
+        return Drawn(token, logprob, *likeliest(logits, sampler.temperature, num_top, spec.logprobs_of))
 
     def still_alive(alive: Array, token: Array, count: Array) -> Array:
         stopped = jnp.any(token[:, None] == rows.stop_ids, axis=-1)
         return alive & ~stopped & (count < rows.remaining)
 
-    def first() -> tuple[Array, Array]:
+    def first() -> Drawn:
         return draw(cache["last"][rows.tables.entry], jnp.zeros(B, jnp.int32))
 
     fresh = rows.fresh & rows.alive
-    token, logprob = jax.lax.cond(jnp.any(fresh), first, lambda: (rows.token, jnp.zeros(B, jnp.float32)))
-    token = jnp.where(fresh, token, rows.token)
+    nothing = Drawn(rows.token, jnp.zeros(B, jnp.float32), jnp.zeros((B, num_top), jnp.int32),
+                    jnp.zeros((B, num_top), jnp.float32))  # fmt: skip
+    new = jax.lax.cond(jnp.any(fresh), first, lambda: nothing)
+    token = jnp.where(fresh, new.token, rows.token)
     count = fresh.astype(jnp.int32)
     alive = jnp.where(fresh, still_alive(rows.alive, token, count), rows.alive)
-    tokens = jnp.zeros((spec.max_iterations + 1, B), jnp.int32).at[0].set(token)
-    logprobs = jnp.zeros((spec.max_iterations + 1, B), jnp.float32).at[0].set(logprob)
+    new = dataclasses.replace(new, token=token)
+    drawn = jax.tree.map(lambda x: jnp.zeros((spec.max_iterations + 1, *x.shape), x.dtype).at[0].set(x), new)
 
     def proceed(carry: tuple[Any, ...]) -> Array:
         i, alive = carry[0], carry[4]
         return (i < num_iterations) & (jnp.sum(alive.astype(jnp.int32)) > return_at)
 
     def iterate(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        i, layers, token, own, alive, count, tokens, logprobs = carry
+        i, layers, token, own, alive, count, drawn = carry
 
         def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
             out, kept = spec.layout.decode(layer, rows.tables, own, q[:, 0], k[:, 0], v[:, 0])
@@ -122,16 +168,18 @@ def decode(
             weights, spec.model, token[:, None], positions, attend, layers,
             adapters=mine, dtype=spec.dtype,
         )  # fmt: skip
-        drawn, logprob = draw(hidden[:, 0], count)
-        token = jnp.where(alive, drawn, token)
+        new = draw(hidden[:, 0], count)
+        token = jnp.where(alive, new.token, token)
+        new = dataclasses.replace(new, token=token)
         step = alive.astype(jnp.int32)
         count, own = count + step, own + step
         alive = still_alive(alive, token, count)
-        return i + 1, layers, token, own, alive, count, tokens.at[i + 1].set(token), logprobs.at[i + 1].set(logprob)
+        drawn = jax.tree.map(lambda all, one: all.at[i + 1].set(one), drawn, new)
+        return i + 1, layers, token, own, alive, count, drawn
 
-    start = (jnp.int32(0), cache["layers"], token, rows.own, alive, count, tokens, logprobs)
-    ran, layers, _, _, _, count, tokens, logprobs = jax.lax.while_loop(proceed, iterate, start)
-    return {**cache, "layers": layers}, tokens, logprobs, count, ran
+    start = (jnp.int32(0), cache["layers"], token, rows.own, alive, count, drawn)
+    ran, layers, _, _, _, count, drawn = jax.lax.while_loop(proceed, iterate, start)
+    return {**cache, "layers": layers}, drawn, count, ran
 
 
 def prefill(
@@ -198,24 +246,24 @@ def prefill_chunk(
 
 
 def score(
-    spec: ProgramSpec,
-    weights: decoder.Params,
-    adapters: Adapters | None,
-    hidden: Array,
-    targets: Array,
-    adapter: Array,
-    num_top: int,
-) -> tuple[Array, Array, Array]:
-    """Raw log-probs of what hidden states [T, D] predict: of `targets` i32[T], and of the `num_top` likeliest tokens.
+    spec: ProgramSpec, weights: decoder.Params, adapters: Adapters | None, hidden: Array, rows: ScoreRows, num_top: int
+) -> Scores:
+    """What hidden states [T, D] predict, under the engine's `logprobs_of`; see ScoreRows."""
+    logits = decoder.logits(weights, hidden[None], pick_adapters(adapters, rows.adapter))[0]
+    T = logits.shape[0]
+    temperature = jnp.broadcast_to(rows.temperature, (T,))
+    scaled, normalizer = log_softmax_parts(logits, temperature, spec.logprobs_of)
+    of_targets = jnp.take_along_axis(scaled, rows.targets, axis=-1) - normalizer
 
-    T is a tile, so that the logits stay [tile, V]. adapter i32[1].
-    Returns f32[T], ids i32[T, num_top], f32[T, num_top].
-    """
-    logits = decoder.logits(weights, hidden[None], pick_adapters(adapters, adapter))[0]
-    normalizer = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    of_target = jnp.take_along_axis(logits, targets[:, None], axis=-1) - normalizer
-    top, ids = jax.lax.top_k(logits, num_top)
-    return of_target[:, 0], ids, top - normalizer
+    def draw(key: Array) -> tuple[Array, Array]:
+        off = jnp.zeros(T, jnp.float32)
+        sampler = SamplerRows(jnp.broadcast_to(key, (T, 2)), rows.position, temperature, off.astype(jnp.int32),
+                              off + 1.0, off)  # fmt: skip
+        return sample(logits, sampler, spec.logprobs_of, truncates=False)
+
+    ids, logprobs = jax.lax.map(draw, rows.keys)
+    top = likeliest(logits, temperature, num_top, spec.logprobs_of)
+    return Scores(of_targets, *top, ids.T, logprobs.T)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,8 @@ from locojax.rollout.pages import PromptBlock, SlotBlock
 from locojax.rollout.stats import TokenEvent
 from locojax.types import Completion, LogprobsOf, SampleRequest, StopReason
 
-MAX_TOPK_PROMPT_LOGPROBS = 1024
+MAX_ALTERNATIVES = 1024
+"""Most tokens reported, scored or drawn at one position."""
 MAX_SAMPLES = 65536
 
 
@@ -81,6 +82,7 @@ class Sample:
     streamed: bool = False
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[tuple[np.ndarray, np.ndarray]] = dataclasses.field(default_factory=list)  # ids, log-probs [k] a token
     text: bytearray = dataclasses.field(default_factory=bytearray)
     policy_version: int | None = None  # the weights' that its first token came from
     prompt: PromptBlock | None = None
@@ -146,6 +148,14 @@ class Sample:
                 break
         return taken
 
+    def likeliest(self) -> tuple[np.ndarray, np.ndarray]:
+        """ids i32[N, k] and log-probs f32[N, k] of the likeliest tokens at each of its N tokens."""
+        k, kept = self.request.topk_sample_logprobs, self.top[: len(self.tokens)]
+        ids, logprobs = np.zeros((len(kept), k), np.int32), np.zeros((len(kept), k), np.float32)
+        for i, (of_ids, of_logprobs) in enumerate(kept):
+            ids[i], logprobs[i] = of_ids, of_logprobs
+        return ids, logprobs
+
     def event(self, num_tokens: int, text_start: int) -> TokenEvent:
         """Its last `num_tokens` tokens, whose bytes begin at `text_start`, for a stream."""
         data = bytes(self.text[text_start:])
@@ -204,9 +214,20 @@ def validate(request: SampleRequest, *, vocab_size: int, max_context: int, num_a
     check(0.0 <= params.min_p < 1.0, "min_p is out of range", params.min_p, "0 or more, below 1")
     check(0 <= request.adapter < max(num_adapters, 1), "no such adapter is loaded", request.adapter,
           f"0 (none) to {max(num_adapters - 1, 0)}")  # fmt: skip
-    check(0 <= request.topk_prompt_logprobs <= min(MAX_TOPK_PROMPT_LOGPROBS, vocab_size),
-          "topk_prompt_logprobs is out of range", request.topk_prompt_logprobs,
-          f"0 to {min(MAX_TOPK_PROMPT_LOGPROBS, vocab_size)}")  # fmt: skip
+    most = min(MAX_ALTERNATIVES, vocab_size)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens"):
+        asked = getattr(request, name)
+        check(0 <= asked <= most, f"{name} is out of range", asked, f"0 to {most}")
+    last_n = request.prompt_logprobs_last_n
+    check(last_n is None or last_n >= 0, "prompt_logprobs_last_n is out of range", last_n, "0 or more, or none for all")
+    targets = request.target_prompt_logprobs
+    if targets is not None:
+        right = targets.ndim == 2 and targets.shape[0] == len(prompt) - 1 and 1 <= targets.shape[1] <= most
+        check(right, "target_prompt_logprobs has the wrong shape", list(targets.shape),
+              f"[{len(prompt) - 1}, 1 to {most}], a row for each prompt token but the first")  # fmt: skip
+        wrong = targets[(targets < -1) | (targets >= vocab_size)]
+        check(not wrong.size, "target_prompt_logprobs has a token outside of the vocabulary", wrong[:1].tolist(),
+              f"ids in [0, {vocab_size}), or -1 for none")  # fmt: skip
     stop = params.stop
     if isinstance(stop, str):
         stop = (stop,)

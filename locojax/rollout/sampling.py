@@ -145,6 +145,26 @@ def _draw_truncated(scaled: Array, total: Array, truncated: Array, rows: Sampler
     return jax.lax.cond(jnp.any(truncated & ~decided), sort_all, lambda token: token, token)
 
 
+def log_softmax_parts(logits: Array, temperature: Array, logprobs_of: LogprobsOf) -> tuple[Array, Array]:
+    """(scaled f32[B, V], normalizer f32[B, 1]): scaled - normalizer are the log-probs that `logprobs_of` names.
+
+    temperature f32[B]. A temperature of 0 has no distribution to tell of but the raw one.
+    """
+    if logprobs_of == "tempered":
+        logits = logits / jnp.where(temperature == 0.0, 1.0, temperature)[:, None]
+    return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def likeliest(logits: Array, temperature: Array, num: int, logprobs_of: LogprobsOf) -> tuple[Array, Array]:
+    """The `num` likeliest tokens of each row, likeliest first: ids i32[B, num], log-probs f32[B, num]."""
+    if not num:
+        nothing = (logits.shape[0], 0)
+        return jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, jnp.float32)
+    scaled, normalizer = log_softmax_parts(logits, temperature, logprobs_of)
+    top, ids = jax.lax.top_k(scaled, num)
+    return ids, top - normalizer
+
+
 @partial(jax.jit, static_argnames=("logprobs_of", "truncates"))
 def sample(
     logits: Array, rows: SamplerRows, logprobs_of: LogprobsOf = "raw", truncates: bool = True

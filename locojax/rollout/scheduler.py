@@ -247,4 +247,4 @@ class Scheduler:
 def _wants_hidden(sample: Sample) -> bool:
     """Prompt log-probs need the prompt's hidden states, which aren't cached; a request's first sample asks for them."""
     request = sample.request
-    return sample.index == 0 and not sample.tokens and (request.prompt_logprobs or request.topk_prompt_logprobs > 0)
+    return sample.index == 0 and not sample.tokens and request.scores_prompt
