@@ -19,7 +19,8 @@ COOKBOOK_PYTHON ?= python3.11
 COOKBOOK = $(VENV)/cookbook/bin/python
 # tinker-cookbook 0.6.1 asks for a tml-renderers that isn't published; only recipes for models of that family need it.
 COOKBOOK_NEEDS = "tinker==0.38.0" "torch==2.13.0" aiohttp anyio blobfile chz cloudpickle datasets huggingface-hub \
-  numpy pillow pydantic pyrage rich safetensors termcolor tiktoken tqdm "transformers>=4.57.6" tml-renderers
+  math-verify numpy pillow pydantic pylatexenc pyrage rich safetensors sympy termcolor tiktoken tqdm \
+  "transformers>=4.57.6" tml-renderers
 
 .PHONY: demo test test-core lint conformance recipes clean
 .DEFAULT_GOAL = demo

@@ -110,6 +110,7 @@ def run_recipe(
     recipe, log_path = RECIPES[name], folder / "runs" / name
     environment = {
         **sdks.environment(), "TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY, "HF_DATASETS_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "cache"),
         "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
     }  # fmt: skip
     command = recipe.command(python, model, renderer, log_path, steps)
@@ -149,6 +150,7 @@ def lay_out_tokenizer(model: str, folder: pathlib.Path) -> str:
     source = pathlib.Path(model)
     name = f"local/{source.name}" if source.is_dir() else f"local/{model}"
     for target in (name, ALIAS):
+        (folder / target).mkdir(parents=True)
         load_tokenizer(model).save(folder / target)
         if source.is_dir():
             shutil.copy(source / "config.json", folder / target)
