@@ -287,11 +287,14 @@ def update(bank: Bank, slot: Array, ranks: Mapping[str, Array], hyper: Hyper) ->
     ranks: i32[] by module, 0 where the adapter has none of it. What is beyond them is selected to be 0, so that no
     setting (an eps of 0: 0 / 0) can make anything of it.
     """
-    weights, mu, nu, gradient = (_take(tree, slot) for tree in bank[:4])
+    # The barriers make the slot's part an array of its own, read before anything is written: without them XLA fuses
+    # reads into writes and must then copy the whole bank.
+    weights, mu, nu, gradient = jax.lax.optimization_barrier([_take(tree, slot) for tree in bank[:4]])
     state = optax.ScaleByAdamState(bank.steps[slot], mu, nu)
     updated = programs.update(weights, state, _within(gradient, ranks), hyper)
-    own = (updated.trainable, updated.optimizer.mu, updated.optimizer.nu, updated.accumulators)
-    bank = _put_all(bank, slot, *(_within(tree, ranks) for tree in own), steps=updated.optimizer.count)
+    new = (updated.trainable, updated.optimizer.mu, updated.optimizer.nu, updated.accumulators)
+    new = jax.lax.optimization_barrier([_within(tree, ranks) for tree in new])
+    bank = _put_all(bank, slot, *new, steps=updated.optimizer.count)
     return bank, updated.applied, updated.grad_norm
 
 
