@@ -35,6 +35,7 @@ class FakeTenants:
     def __init__(self, rows, log, max_adapters=4):
         self.rows, self.log, self.max_adapters = rows, log, max_adapters
         self.models = {}
+        self.is_lost = False
 
     @property
     def model_ids(self):
@@ -76,6 +77,11 @@ class FakeTenants:
 
     def discard(self, model_id):
         self.log.append(("discard", model_id))
+
+    def state(self, model_id):
+        if self.is_lost:
+            raise ValueError("Array has been deleted")
+        return {}
 
     def adapter(self, model_id):
         return {"version": self.models[model_id][1]}

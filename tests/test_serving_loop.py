@@ -26,8 +26,9 @@ from locojax.hosts.protocol import (
     Submit,
 )
 from locojax.hosts.serving_clock import PhaseClock
-from locojax.hosts.serving_loop import Loop, Share
+from locojax.hosts.serving_loop import Loop
 from locojax.hosts.serving_operations import Operations
+from locojax.hosts.serving_share import Share
 from locojax.types import AdamParams, Datum, SamplingParams
 
 ROWS = 4
@@ -276,6 +277,23 @@ def test_a_failure_of_sampling_ends_the_samples_that_run_and_not_the_engine():
     answers = run(create("A"), Submit("o", OpenSampler("s", model_id="A")), sample("x", "s"), until="B:create")
     assert answers["x"].category == "server" and "the device is gone" in answers["x"].message
     assert isinstance(answers["B:create"], Finished)
+
+
+@pytest.mark.parametrize("failing", ["advance", "optim_step"])
+def test_a_failure_that_takes_the_state_along_ends_the_process(failing):
+    run = Run()
+    run.trainer.is_lost = True
+
+    def fail(*_):
+        raise ValueError("out of memory")
+
+    setattr(run.trainer, failing, fail)
+    with pytest.raises(RuntimeError, match="the trainer's state was lost"):
+        run(create("A"), create("B"), fb("1", "A"), optim("2", "A"), fb("3", "B"), optim("4", "B"))
+    answers = run.link.answers
+    assert all(op in answers for op in "1234"), "everything is answered"
+    failures = [answer.message for answer in answers.values() if isinstance(answer, Failed)]
+    assert any("ValueError: out of memory" in message for message in failures)
 
 
 def test_shutdown_answers_everything():

@@ -53,6 +53,9 @@ def main(settings_json: str, address: str) -> int:
     except LocoError as error:
         log.error("%s: %s", type(error).__name__, error)
         return error.exit_code
+    except RuntimeError:
+        log.exception("the engine can't go on")
+        return 1
     except SystemExit as stop:  # a signal that came while it was loading
         return int(stop.code or 0)
     return 0
@@ -63,6 +66,7 @@ def run_engine(settings: ServeSettings, address: str, authkey: bytes) -> None:
 
     Raises:
       ConfigError, ModelError: it can't start with these settings.
+      RuntimeError: the devices failed in a way that only a new process can mend.
     """
     clock = PhaseClock()
     link = Link(address, authkey)

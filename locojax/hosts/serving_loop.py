@@ -33,7 +33,6 @@ from locojax.hosts.protocol import (
     Cancel,
     CloseSampler,
     EngineInfo,
-    EngineStatus,
     Failed,
     Finished,
     ForwardBackward,
@@ -52,47 +51,14 @@ from locojax.hosts.serving_clock import PhaseClock
 from locojax.hosts.serving_lanes import Entry, Lane, Lanes, Work, lane_of
 from locojax.hosts.serving_link import Link
 from locojax.hosts.serving_operations import Operations, Sampling, Tenants
+from locojax.hosts.serving_share import Share
+from locojax.hosts.serving_status import Totals, engine_status
 from locojax.types import ForwardBackwardResult, OptimStepResult
 
 log = logging.getLogger(__name__)
 
-Side = Literal["sampling", "training"]
-
-LONGEST_TURN = 10.0  # seconds that one turn counts for at most: one that compiled must not starve the other side
 _SAVES = (SaveState, SaveAdapter)
 _PHASES = {OptimStep: "optim", SaveState: "save", SaveAdapter: "save", OpenSampler: "publish"}
-
-
-class Share:
-    """Which side goes next, by the device time that each has had since there was work for both."""
-
-    def __init__(self, sampling_share: float):
-        self._weights = {"sampling": sampling_share, "training": 1.0 - sampling_share}
-        self._spent = {"sampling": 0.0, "training": 0.0}
-        self._contended = False
-
-    def next(self, *, sampling: bool, training: bool) -> Side | None:
-        """The side to serve; None if neither has work."""
-        self._contended = sampling and training
-        if not self._contended:
-            self._spent = dict.fromkeys(self._spent, 0.0)
-            return "sampling" if sampling else "training" if training else None
-        used = {side: self._spent[side] / self._weights[side] for side in self._spent}
-        return "training" if used["sampling"] > used["training"] else "sampling"
-
-    def spent(self, side: Side, seconds: float) -> None:
-        if self._contended:
-            self._spent[side] += min(seconds, LONGEST_TURN)
-
-
-@dataclasses.dataclass
-class Totals:
-    """Since the start of the engine process."""
-
-    trained_tokens: int = 0
-    optimizer_steps: int = 0
-    operations: int = 0
-    failures: int = 0
 
 
 class Loop:
@@ -127,16 +93,23 @@ class Loop:
         self._held: dict[str, list[Submit]] = {}  # samples of a sampler that is yet to open
         self._totals = Totals()
         self._stopping = False
+        self._lost: Exception | None = None  # what showed that the trainer can't go on
         self._next_status = 0.0
 
     def run(self) -> None:
-        """Returns after Shutdown, every operation answered."""
+        """Returns after Shutdown, every operation answered.
+
+        Raises:
+          RuntimeError: a failure took the adapters along; every operation has been answered.
+        """
         self._publish()
         while not self._stopping:
             self._take()
             self._turn()
             self._report()
         self._fail_the_rest()
+        if self._lost is not None:
+            raise RuntimeError("the trainer's state was lost") from self._lost
 
     # Taking messages.
 
@@ -336,15 +309,29 @@ class Loop:
         log.error("A micro-batch failed", exc_info=error)
         text = _unexpected("forward_backward", error)
         for lane in dict.fromkeys(lane for _, lane in chosen):
-            try:
-                self._operations.drop_gradient(lane[1])
+            if self._is_whole(lane[1], drop_gradient=True):
                 text += f" What model {lane[1]!r} had accumulated since its last optim_step was dropped."
-            except Exception:  # the model is lost; its next operation will say so
-                log.exception("Model %s could not be cleared", lane[1])
         for entry, lane in chosen:
             self._lanes.served(lane)
             self._lanes.remove(entry, lane)
             self._fail(entry.operation_id, "server", text)
+
+    def _is_whole(self, model_id: str, *, drop_gradient: bool = False) -> bool:
+        """Whether a model outlived a failure. A program that fails may have taken the arrays along that it was given.
+
+        If not, nothing can be trained any more: the process is to end, and to be started again.
+        """
+        if model_id not in self._trainer.model_ids:
+            return True
+        try:
+            if drop_gradient:
+                self._trainer.discard(model_id)
+            self._trainer.state(model_id)
+        except Exception as error:  # whatever it is, it says that the state can't be read
+            log.error("Model %s is lost", model_id, exc_info=error)
+            self._lost, self._stopping = error, True
+            return False
+        return True
 
     # Answering.
 
@@ -359,6 +346,9 @@ class Loop:
             return
         log.error("%s failed", type(operation).__name__, exc_info=error)
         self._fail(operation_id, "server", _unexpected(type(operation).__name__, error))
+        lane = None if isinstance(operation, Sample) else lane_of(operation)
+        if lane is not None and lane[0] == "model":
+            self._is_whole(lane[1])
 
     def _fail(self, operation_id: str, category: Literal["user", "server"], text: str) -> None:
         self._totals.failures += 1
@@ -389,24 +379,18 @@ class Loop:
         if now < self._next_status:
             return
         self._next_status = now + self._status_seconds
-        stats, totals = self._samplers.stats, self._totals
-        waiting = self._samplers.num_waiting
-        gauges = {
-            "num_running_samples": self._samplers.num_unfinished - waiting,
-            "num_waiting_samples": waiting + sum(len(held) for held in self._held.values()),
-            "num_models": len(self._trainer.model_ids),
-            "num_samplers": len(self._samplers.ids),
-            "num_queued_operations": len(self._lanes),
-            "num_unacknowledged_answers": self._link.num_unacknowledged,
-        }
-        running = {
-            "sampled_tokens": stats.num_tokens,
-            "prompt_tokens": stats.num_prompt_tokens,
-            "prefix_hits": stats.num_prefix_hits,
-            "compilations": stats.num_compilations,
-            **dataclasses.asdict(totals),
-        }
-        self._link.tell(EngineStatus(gauges, running, self._clock.seconds(), self._lanes.lengths()))
+        num_held = sum(len(held) for held in self._held.values())
+        self._link.tell(
+            engine_status(
+                self._trainer,
+                self._samplers,
+                self._lanes,
+                self._clock,
+                self._totals,
+                num_held=num_held,
+                num_unacknowledged=self._link.num_unacknowledged,
+            )  # fmt: skip
+        )
 
 
 def _unexpected(what: str, error: Exception) -> str:

@@ -134,10 +134,6 @@ class Operations:
                 return None
         raise TypeError(f"{type(operation).__name__} is not run whole")
 
-    def drop_gradient(self, model_id: str) -> None:
-        """Clears what a model has accumulated."""
-        self._trainer.discard(model_id)
-
     def _create(self, operation: CreateModel) -> ModelState:
         model_id, wanted = operation.model_id, operation.adapter
         self._refuse_known(model_id)
