@@ -9,6 +9,7 @@ old weights from new ones: `target_logprob`, `sampled_tokens`, `sampled_logprobs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -20,7 +21,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,8 @@ from locojax.hosts import protocol as p
 from locojax.types import Completion, ForwardBackwardResult, OptimStepResult
 
 AUTHKEY = b"fake"
-VOCAB = 512
+VOCAB = 32_768
+SAMPLED_IDS = 509  # so many ids, from 3 up, are sampled: a small tokenizer can decode them
 CONTEXT = 4096
 EOS = 2
 
@@ -41,7 +44,7 @@ def target_logprob(targets: np.ndarray, steps: int) -> np.ndarray:
 
 def sampled_tokens(prompt: tuple[int, ...], seed: int, index: int, count: int) -> tuple[int, ...]:
     first = sum(prompt) * 17 + seed * 101 + index * 13
-    return tuple(3 + (first + 7 * i) % (VOCAB - 3) for i in range(count))
+    return tuple(3 + (first + 7 * i) % SAMPLED_IDS for i in range(count))
 
 
 def sampled_logprobs(tokens: tuple[int, ...], steps: int) -> np.ndarray:
@@ -101,10 +104,8 @@ class FakeEngine:
     def stop(self) -> None:
         self._stopping.set()
         self.drop_connection()
-        try:
-            Client(self.address, authkey=self.authkey).close()  # wakes `_accept`
-        except (OSError, EOFError):
-            pass
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as waking:  # the thread that accepts
+            waking.connect(self.address)
         for thread in self._threads:
             thread.join(5)
         self._listener.close()
@@ -143,7 +144,7 @@ class FakeEngine:
         while not self._stopping.is_set():
             try:
                 connection = self._listener.accept()
-            except (OSError, EOFError):
+            except (OSError, EOFError, AuthenticationError):
                 continue
             if self._stopping.is_set():
                 connection.close()

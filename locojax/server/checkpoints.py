@@ -107,17 +107,26 @@ class CheckpointFiles:
     def place(self, written: pathlib.Path, path: TinkerPath) -> int:
         """Puts what was written in its place, instead of what is there; returns its size in bytes."""
         final = self.directory(path)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        self.remove(path)
-        written.rename(final)
-        return size_of(final)
+        size = size_of(written)
+        doomed = self._take_away(final)
+        while True:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                written.rename(final)
+                break
+            except FileNotFoundError:
+                # Somebody who deleted the last other checkpoint has removed the folder in between.
+                if final.parent.is_dir() or not written.exists():
+                    raise
+        if doomed is not None:
+            shutil.rmtree(doomed)
+        return size
 
     def remove(self, path: TinkerPath) -> None:
         """Deletes a checkpoint's directory, if it is there; it is gone from its place before its files go."""
-        final, doomed = self.directory(path), self.new_directory()
-        try:
-            final.rename(doomed)
-        except FileNotFoundError:
+        final = self.directory(path)
+        doomed = self._take_away(final)
+        if doomed is None:
             return
         shutil.rmtree(doomed)
         for parent in (final.parent, final.parent.parent):
@@ -125,6 +134,13 @@ class CheckpointFiles:
                 parent.rmdir()
             except OSError:
                 return  # others are in it
+
+    def _take_away(self, final: pathlib.Path) -> pathlib.Path | None:
+        doomed = self.new_directory()
+        try:
+            return final.rename(doomed)
+        except FileNotFoundError:
+            return None
 
     def copy(self, source: TinkerPath, target: TinkerPath) -> int:
         """Copies a checkpoint; returns its size."""

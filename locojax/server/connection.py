@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import multiprocessing.connection
 import queue
+import socket
 import threading
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, Protocol
 
 from locojax.hosts.protocol import (
@@ -62,7 +63,7 @@ class EngineLink:
     """Everything here is called on the event loop that `start` was called on.
 
     Args:
-      address: of the engine's `multiprocessing.connection` listener.
+      address: the path of the engine's `multiprocessing.connection` listener.
       authkey: shared with it.
       listener: see there.
       incarnation: the engine that an earlier API process was last connected to, if that is known.
@@ -193,14 +194,14 @@ class EngineLink:
 
     def _post(self, callback: Any, *arguments: Any) -> None:
         assert self._loop is not None
-        if not self._loop.is_closed():
+        if not self._stopping.is_set() and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *arguments)
 
     def _receive(self) -> None:
         pause = FIRST_PAUSE
         while not self._stopping.is_set():
             try:
-                connection = multiprocessing.connection.Client(self._address, authkey=self._authkey)
+                connection = self._connect()
             except (OSError, EOFError) as error:
                 self._post(setattr, self, "doing", f"waiting for the engine process ({error or 'no answer'})")
             except multiprocessing.AuthenticationError:
@@ -214,6 +215,18 @@ class EngineLink:
             self._stopping.wait(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    def _connect(self) -> Connection:
+        """As `multiprocessing.connection.Client`, but the wait for an engine that serves another can be ended."""
+        with socket.socket(socket.AF_UNIX) as plain:
+            plain.connect(self._address)
+            connection = Connection(plain.detach())
+        while not connection.poll(POLL_SECONDS):
+            if self._stopping.is_set():
+                raise EOFError("stopping")
+        answer_challenge(connection, self._authkey)
+        deliver_challenge(connection, self._authkey)
+        return connection
+
     def _listen(self, connection: Any) -> None:
         try:
             while not self._stopping.is_set():
@@ -226,7 +239,7 @@ class EngineLink:
         """Sends to the newest connection. What fails to be sent is found missing when the engine is met again."""
         connection = None
         while (item := self._outbox.get()) is not None:
-            if isinstance(item, multiprocessing.connection.Connection):
+            if isinstance(item, Connection):
                 connection = item
             elif connection is not None:
                 try:

@@ -97,7 +97,6 @@ class TrainingDesk:
         if (record := self._futures.known(_creation(model_id), digest)) is not None:
             return Promise(record.request_id, model_id)
         model = self._new_model(session_id, model_seq_id, self._names.checked(base_model), adapter, user_metadata)
-        self._check_rank(adapter.rank)
         return await self._create(model, "create_model", digest, CreateModel(model_id, adapter))
 
     async def create_model_from(
@@ -122,7 +121,6 @@ class TrainingDesk:
         name = self._names.checked(base_model) if base_model else found.base_model
         model = self._new_model(session_id, model_seq_id, name, adapter, user_metadata)
         model.source = path
-        self._check_rank(adapter.rank)
         operation = RestoreModel(model_id, str(directory), optimizer_state)
         return await self._create(model, "create_from", digest, operation)
 
@@ -149,15 +147,6 @@ class TrainingDesk:
             model_id, session_id, number, now, now, base_model, "creating", 1, adapter.rank, adapter.seed,
             adapter.attention, adapter.mlp, adapter.unembed, None if metadata is None else dict(metadata),
         )  # fmt: skip
-
-    def _check_rank(self, rank: int) -> None:
-        info = self._engine.info
-        if rank < 1 or (info is not None and rank > info.max_rank):
-            most = "" if info is None else f" to {info.max_rank}"
-            raise ServiceError(
-                400, "This server doesn't train adapters of this rank", got=f"rank {rank}", expected=f"1{most}",
-                remedy="Start the server with a higher --max-rank",
-            )  # fmt: skip
 
     async def _create(self, model: Model, kind: str, digest: str, operation: Operation) -> Promise:
         line = self._lines[model.model_id] = Line(model)
@@ -265,7 +254,7 @@ class TrainingDesk:
         user_metadata: Mapping[str, Any] | None = None,
     ) -> Promise:
         """POST /save_weights: a training checkpoint `tinker://<model_id>/weights/<path>`."""
-        detail = {"ttl": ttl_seconds, "overwrite": overwrite, "metadata": user_metadata}
+        detail: dict[str, Any] = {"ttl": ttl_seconds, "overwrite": overwrite, "metadata": user_metadata}
         return await self._save(model_id, seq_id, "save_weights", "weights", path, detail)
 
     async def save_weights_for_sampler(
