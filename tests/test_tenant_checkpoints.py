@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 
 import jax
 import numpy as np
@@ -176,6 +177,14 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, fails):
     with pytest.raises(CheckpointError, match="'weights/a' could not be written .*No space left on device"):
         write_state(tmp_path / "weights" / "a", state(), LORA, None, BASE)
     assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_what_a_killed_process_left_is_swept_away(tmp_path):
+    for name, age in ((".old.12345678.unfinished", 7200), (".new.12345678.unfinished", 0)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, times=(time.time() - age,) * 2)
+    write_adapter(tmp_path / "a", state()["trainable"], LORA, BASE)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".new.12345678.unfinished", "a"]
 
 
 def test_values_that_are_not_finite_are_refused(tmp_path):

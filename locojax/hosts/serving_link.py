@@ -40,6 +40,7 @@ from locojax.hosts.protocol import (
 log = logging.getLogger(__name__)
 
 Outbox: TypeAlias = "queue.SimpleQueue[FromEngine | None]"
+MAX_UNSENT = 10_000
 FLUSH_SECONDS = 5.0  # how long `close` waits for what is still to be sent
 
 
@@ -89,6 +90,8 @@ class Link:
         with self._lock:
             if isinstance(message, Progress):
                 self._progress = message
+            if isinstance(message, EngineStatus) and self._outbox and self._outbox.qsize() > MAX_UNSENT:
+                return  # a front end that has stopped reading must not cost ever more memory
             self._send(message)
 
     def answer(self, message: Finished | Failed) -> None:

@@ -173,8 +173,8 @@ class Operations:
 
     def _take_over(self, model_id: str, found: TenantCheckpoint, optimizer: bool) -> None:
         """The checkpoint's weights, and with `optimizer` all else, become the model's."""
-        self._seeds[model_id] = found.seed
         self._trainer.restore(model_id, found.state or {"trainable": found.adapter}, optimizer=optimizer)
+        self._seeds[model_id] = found.seed
 
     def _open(self, operation: OpenSampler) -> None:
         sampler_id = operation.sampler_id

@@ -14,6 +14,7 @@ import json
 import os
 import pathlib
 import shutil
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ from locojax.models.weights import flatten, unflatten
 STATE_FILE, META_FILE = "state.safetensors", "checkpoint.json"
 FORMAT = "locojax tenant checkpoint"
 FORMAT_VERSION = 1
+_UNFINISHED = ".unfinished"
+_ABANDONED_SECONDS = 3600.0  # no checkpoint takes so long to write
 _SAMPLED_VALUES = 512  # of each parameter, in the fingerprint
 
 
@@ -231,9 +234,10 @@ def _new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder beside `directory` that becomes it, synced to the disk, when the block ends well; vanishes if not."""
     if directory.exists():
         raise CheckpointError(f"{_shown(directory)} exists already", remedy="Choose another name, or delete it first")
-    temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}"
+    temporary = directory.parent / f".{directory.name}.{uuid.uuid4().hex[:8]}{_UNFINISHED}"
     try:
         temporary.mkdir(parents=True)
+        _sweep(directory.parent)
         yield temporary
         for path in [*temporary.iterdir(), temporary]:
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -244,6 +248,13 @@ def _new_directory(directory: pathlib.Path) -> Iterator[pathlib.Path]:
         raise CheckpointError(f"{_shown(directory)} could not be written ({error})") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sweep(folder: pathlib.Path) -> None:
+    """Removes what processes that were killed while writing have left."""
+    for path in folder.glob(f".*{_UNFINISHED}"):
+        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: pathlib.Path) -> None:
