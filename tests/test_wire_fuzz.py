@@ -99,7 +99,7 @@ def test_the_bodies_that_are_mutated_are_good_ones():
     assert wire.decode_train(json_bytes(WITHOUT_SPANS), content_type="application/json").loss == "ppo"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200), st.sampled_from([None, "zstd", "gzip", "identity", "deflate, gzip"]))
 def test_any_bytes(body, encoding):
     for content_type in ("application/x-protobuf", "application/json", "", "text/html"):
@@ -120,13 +120,13 @@ def damaged(draw: st.DrawFn, body: bytes) -> bytes:
     return bytes(damaged_body)
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=400)
 @given(damaged(PROTO))
 def test_damaged_protobuf(body):
     answered(train_proto, body)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(damaged(json_bytes(WITHOUT_SPANS)), damaged(json_bytes(SAMPLE)))
 def test_damaged_json(train_body, sample_body):
     answered(train_json, train_body)
@@ -170,7 +170,7 @@ def misshapen(draw: st.DrawFn, body: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(misshapen(WITHOUT_SPANS), misshapen(SAMPLE))
 def test_misshapen_json(train_body, sample_body):
     answered(train_json, json_bytes(train_body))
@@ -180,7 +180,7 @@ def test_misshapen_json(train_body, sample_body):
 AS_MESSAGE = json_format.MessageToDict(pb.ForwardBackwardRequest.FromString(PROTO), preserving_proto_field_name=True)
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=200)
 @given(misshapen(AS_MESSAGE))
 def test_misshapen_protobuf(message):
     """Well-formed messages that make no sense, which random bytes seldom are."""
@@ -242,15 +242,15 @@ def test_a_small_body_cannot_ask_for_much_memory():
 
 
 def test_three_megabytes_are_read_quickly():
-    """128 data of 1024 tokens; 10 ms on an idle core. JSON, of older SDKs: 100 ms."""
+    """128 data of 1024 tokens, 10 ms of an idle core; as JSON, of older SDKs, 100 ms."""
     request = train_request([policy_datum(1024)] * 128)
     for body, content_type, limit in (
-        (as_proto(request), "application/x-protobuf", 0.5),
-        (json.dumps(as_json(request)).encode(), "application/json", 3.0),
+        (as_proto(request), "application/x-protobuf", 0.2),
+        (json.dumps(as_json(request)).encode(), "application/json", 2.0),
     ):
         seconds = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.thread_time()
             assert len(wire.decode_train(body, content_type=content_type).data) == 128
-            seconds.append(time.perf_counter() - start)
+            seconds.append(time.thread_time() - start)
         assert min(seconds) < limit

@@ -122,6 +122,13 @@ def test_provenance_spans():
     )
 
 
+def test_a_seq_id_that_is_left_out_is_none():
+    """protobuf's 0 is an absent number; the first operation of a model is number 1."""
+    assert wire.decode_train(message_with(seq_id=0).SerializeToString()).seq_id is None
+    body = {name: value for name, value in JSON_REQUEST.items() if name != "seq_id"}
+    assert wire.decode_train(json_bytes(body), content_type="application/json").seq_id is None
+
+
 def test_the_digest_tells_requests_apart_by_what_they_ask():
     one = wire.decode_train(as_proto(train_request([policy_datum()], config={"a": 1.0, "b": 2.0})))
     reordered = train_request([policy_datum()], config={"b": 2.0, "a": 1.0}, seq_id=2)
