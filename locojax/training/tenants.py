@@ -227,7 +227,9 @@ class TenantTrainer:
         metrics = {"learning_rate": adam.learning_rate}
         if tenant.num_accumulated == 0:
             self.discard(model_id)
-            return OptimStepResult(False, tenant.policy_version, metrics, "no gradient was accumulated")
+            return OptimStepResult(
+                False, tenant.policy_version, {"grad_norm": 0.0, **metrics}, "no gradient was accumulated"
+            )
         with self._phase("train"):
             of_module = ranks(self.spec, tenant.lora)
             self._bank, is_applied, norm = tenant_programs.update(self._bank, np.int32(tenant.slot), of_module, hyper)

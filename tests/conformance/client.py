@@ -13,7 +13,11 @@ import tinker
 from tinker import types
 
 API_KEY = "tml-conformance"
-EOS = 256  # of the byte tokenizer in tests/tiny.py: token i < 256 is a byte
+EOS = 256
+# The tokenizer of tests/tiny.py has a token a byte, in the order of the characters by which byte-level BPE shows bytes:
+# those that print, then the others.
+_PRINTS = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE_OF = (*_PRINTS, *(byte for byte in range(256) if byte not in _PRINTS))
 
 Probe = TypeVar("Probe", bound=Callable[..., None])
 
@@ -165,8 +169,17 @@ def rl_datum(tokens: Sequence[int], logprobs: Sequence[float], advantages: Seque
 
 
 def words(*texts: str) -> list[list[int]]:
-    """Each text as its bytes, which are the tiny model's tokens."""
-    return [list(text.encode()) for text in texts]
+    """Each text as the tiny model's tokens."""
+    return [[BYTE_OF.index(byte) for byte in text.encode()] for text in texts]
+
+
+def is_ascii(token: int) -> bool:
+    return token < EOS and 32 <= BYTE_OF[token] < 127
+
+
+def spelled(tokens: Sequence[int]) -> str:
+    """The text of ASCII tokens."""
+    return bytes(BYTE_OF[token] for token in tokens).decode("ascii")
 
 
 TEXTS = words("the quick brown fox", "jumps over the lazy", "dog and runs away!!", "0123456789 abcdefgh")

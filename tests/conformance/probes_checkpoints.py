@@ -29,6 +29,7 @@ from conformance.client import (
     scored,
     session_of,
     since,
+    spelled,
     train,
     until,
 )
@@ -122,12 +123,12 @@ def probe_paths_of_the_wrong_kind(client: Client) -> None:
     with refused("sampler_weights"):
         sample(client.service().create_sampling_client(model_path=state), TEXTS[0]).result()
     with refused("weights/"):
-        client.service().create_training_client_from_state_with_optimizer(sampler)
+        client.note(client.service().create_training_client_from_state_with_optimizer(sampler))
     missing = state.replace("/weights/s", "/weights/nowhere")
     with refused("nowhere"):
-        client.service().create_training_client_from_state(missing)
+        client.note(client.service().create_training_client_from_state(missing))
     with refused():
-        client.service().create_sampling_client(model_path="tinker://nonsense")
+        sample(client.service().create_sampling_client(model_path="tinker://nonsense"), TEXTS[0]).result()
 
 
 def probe_training_runs(client: Client) -> None:
@@ -187,7 +188,7 @@ def probe_delete(client: Client) -> None:
     rest.delete_checkpoint(trainer.model_id, "weights/doomed").result()
     assert rest.list_checkpoints(trainer.model_id).result().checkpoints == []
     with refused("doomed"):
-        client.service().create_training_client_from_state(path)
+        client.note(client.service().create_training_client_from_state(path))
     with refused():
         rest.delete_checkpoint(trainer.model_id, "weights/doomed").result()
     sampler = trainer.save_weights_for_sampler("too").result().path
@@ -237,7 +238,7 @@ def probe_get_info(client: Client) -> None:
     info = trainer.get_info()
     assert info.model_data.model_name == client.base_model and info.lora_rank == 2 and info.is_lora
     assert info.model_id == trainer.model_id
-    assert trainer.get_tokenizer().decode(TEXTS[0]) == bytes(TEXTS[0]).decode()
+    assert trainer.get_tokenizer().decode(TEXTS[0]) == spelled(TEXTS[0])
 
 
 @since("0.36")

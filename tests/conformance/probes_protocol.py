@@ -396,7 +396,7 @@ def probe_openai_endpoints(client: Client) -> None:
         whole = client.http.post("/v1/completions", json=request, headers=headers)
         assert whole.status_code == 200, whole.text
         body = whole.json()
-        assert body["object"] == "text_completion" and body["usage"]["prompt_tokens"] == 9
+        assert body["object"] == "text_completion" and body["usage"]["prompt_tokens"] == len("the quick")
         text = ""
         with client.http.stream("POST", "/v1/completions", json={**request, "stream": True}, headers=headers) as lines:
             events = [line[6:] for line in lines.iter_lines() if line.startswith("data: ")]

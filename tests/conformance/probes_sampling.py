@@ -17,17 +17,20 @@ from conformance.client import (
     equal,
     fingerprint,
     forward,
+    is_ascii,
     refused,
     sample,
     scored,
     since,
     snapshot,
+    spelled,
     tensor,
     train,
 )
 from tinker import types
 
 PROMPT = TEXTS[0]
+ANSWER = 57
 
 
 def drawn(sampler: tinker.SamplingClient, **options: Any) -> Any:
@@ -44,9 +47,9 @@ def full_sample(sampler: tinker.SamplingClient, prompt: list[int], **options: An
 
 
 def teach_eos(client: Client) -> tinker.TrainingClient:
-    """A model that answers PROMPT by "Z" and an end of sequence."""
+    """A model that answers PROMPT by ANSWER and an end of sequence."""
     trainer = client.trainer(rank=8)
-    tokens = [*PROMPT, ord("Z"), EOS, ord("Q")]
+    tokens = [*PROMPT, ANSWER, EOS, ANSWER - 1]
     weights = [0.0] * (len(PROMPT) - 1) + [1.0, 1.0, 1.0]
     for _ in range(30):
         trainer.forward_backward([datum(tokens, weights)], "cross_entropy")
@@ -103,11 +106,11 @@ def probe_stop_ids_and_strings(client: Client) -> None:
     """A stop ends the sample right after the token that completes it, which stays; reason "stop"."""
     sampler = client.base_sampler()
     tokens = drawn(sampler, max_tokens=12, seed=11).tokens
-    cut = next(i for i in range(2, 12) if tokens[i] < 128 and tokens[i] not in tokens[:i])
+    cut = next(i for i in range(2, 12) if is_ascii(tokens[i]) and tokens[i] not in tokens[:i])
     by_id = drawn(sampler, max_tokens=12, seed=11, stop=[tokens[cut]])
     assert by_id.tokens == tokens[: cut + 1] and by_id.stop_reason == "stop"
     assert len(by_id.logprobs) == cut + 1
-    for stop in (chr(tokens[cut]), [chr(tokens[cut])]):
+    for stop in (spelled([tokens[cut]]), [spelled([tokens[cut]])]):
         by_text = drawn(sampler, max_tokens=12, seed=11, stop=stop)
         assert by_text.tokens == tokens[: cut + 1] and by_text.stop_reason == "stop"
     missed = drawn(sampler, max_tokens=cut, seed=11, stop=[tokens[cut]])
@@ -118,10 +121,10 @@ def probe_stop_string_over_several_tokens(client: Client) -> None:
     sampler = client.base_sampler()
     for seed in range(20):
         tokens = drawn(sampler, max_tokens=16, seed=seed).tokens
-        pairs = [i for i in range(15) if tokens[i] < 128 and tokens[i + 1] < 128]
+        pairs = [i for i in range(15) if is_ascii(tokens[i]) and is_ascii(tokens[i + 1])]
         if pairs:
             i = pairs[0]
-            stopped = drawn(sampler, max_tokens=16, seed=seed, stop=[bytes(tokens[i : i + 2]).decode()])
+            stopped = drawn(sampler, max_tokens=16, seed=seed, stop=[spelled(tokens[i : i + 2])])
             assert stopped.tokens == tokens[: i + 2] and stopped.stop_reason == "stop"
             return
     raise AssertionError("no two ASCII bytes in a row were ever sampled")
@@ -132,15 +135,15 @@ def probe_end_of_sequence(client: Client) -> None:
     it, EOS neither (C25)."""
     sampler = snapshot(teach_eos(client))
     ended = drawn(sampler, temperature=0.0, max_tokens=8, stop=None)
-    assert ended.tokens == [ord("Z"), EOS] and ended.stop_reason == "stop", ended
+    assert ended.tokens == [ANSWER, EOS] and ended.stop_reason == "stop", ended
     capped = drawn(sampler, temperature=0.0, max_tokens=2, stop=None)
-    assert capped.tokens == [ord("Z"), EOS] and capped.stop_reason == "stop", capped
+    assert capped.tokens == [ANSWER, EOS] and capped.stop_reason == "stop", capped
     short = drawn(sampler, temperature=0.0, max_tokens=1, stop=None)
-    assert short.tokens == [ord("Z")] and short.stop_reason == "length", short
+    assert short.tokens == [ANSWER] and short.stop_reason == "length", short
     endless = drawn(sampler, temperature=0.0, max_tokens=8, stop=[])
-    assert len(endless.tokens) == 8 and endless.tokens[:2] == [ord("Z"), EOS] and endless.stop_reason == "length"
+    assert len(endless.tokens) == 8 and endless.tokens[:2] == [ANSWER, EOS] and endless.stop_reason == "length"
     listed = drawn(sampler, temperature=0.0, max_tokens=8, stop=[EOS])
-    assert listed.tokens == [ord("Z"), EOS] and listed.stop_reason == "stop"
+    assert listed.tokens == [ANSWER, EOS] and listed.stop_reason == "stop"
 
 
 def probe_prompt_at_the_end_of_the_context(client: Client) -> None:
@@ -392,7 +395,7 @@ def probe_base_model_of_a_path(client: Client) -> None:
     sampler = client.service().create_sampling_client(model_path=path)
     assert len(drawn(sampler).tokens) == 8
     assert sampler.get_base_model() == client.base_model
-    assert sampler.get_tokenizer().decode(TEXTS[0]) == bytes(TEXTS[0]).decode()
+    assert sampler.get_tokenizer().decode(TEXTS[0]) == spelled(TEXTS[0])
 
 
 def probe_images_are_refused(client: Client) -> None:
