@@ -19,7 +19,8 @@ from locojax.types import MASKED_LOGPROB, SampleRequest, SamplingParams
 BYTES_PER_TOKEN = 2 * SPEC.num_layers * SPEC.kv_size * 4
 SMALL = EngineSettings(max_slots=16, max_prefill_tokens=64, max_iterations=8, kv_bytes=4096 * BYTES_PER_TOKEN)
 PAGED = dataclasses.replace(SMALL, layout="paged", page_size=4)
-LAYOUTS = pytest.mark.parametrize("settings", [SMALL, PAGED], ids=["contiguous", "paged"])
+ROWS = dataclasses.replace(SMALL, layout="rows", page_size=8)
+LAYOUTS = pytest.mark.parametrize("settings", [SMALL, PAGED, ROWS], ids=["contiguous", "paged", "rows"])
 
 
 @functools.cache
@@ -279,7 +280,7 @@ def test_aborts_at_any_time_harm_nobody(settings):
 
 def assert_idle(made):
     assert not made._memory.rows.blocks
-    if made.settings.layout == "paged":
+    if made.settings.layout != "contiguous":
         assert made._memory.pool.num_free == made._memory.pool.num_pages
     else:
         assert made._memory.open_prompt(1).index == 0

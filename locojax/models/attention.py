@@ -16,6 +16,9 @@ but not its siblings. Padding has `until` = its own index + 1: it sees itself an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -223,6 +226,41 @@ def decode_shared(
         started = jnp.concatenate([jnp.broadcast_to(prompt_total, (B, K, G, ONES)), ones], axis=2)
         total = jnp.einsum("bkgs,bkso->bkgo", continued, started)[..., :1]
     return (values / total).reshape(B, H, h).astype(q.dtype), own_v
+
+
+def decode_rows(q: Array, keys: Sequence[Array], values: Sequence[Array], num_tokens: Array) -> Array:
+    """One query a slot over its own row, which is cut along its tokens into several arrays.
+
+    q [B, H, h]; keys, values: [B, K, c, h] each, one after another; num_tokens i32[B], at least 1, valid. Returns
+    [B, H, h]. Arrays that no row has reached are not read. The parts' softmaxes are joined as in Dao et al. 2022.
+    """
+    B, H, h = q.shape
+    K = keys[0].shape[1]
+    grouped, longest = q.reshape(B, K, H // K, h), jnp.max(num_tokens)
+    nothing = jnp.zeros((B, K, H // K, 1), jnp.float32)
+
+    def part(begin: int, k: Array, v: Array) -> tuple[Array, Array, Array]:
+        valid = begin + jnp.arange(k.shape[2], dtype=jnp.int32)[None] < num_tokens[:, None]
+        scores = jnp.where(valid[:, None, None], _scores(grouped, k), MASKED)
+        top = _top(scores)
+        return (top, *_weighted(_weights(scores, top), v))
+
+    def skipped() -> tuple[Array, Array, Array]:
+        return nothing + MASKED, jnp.zeros((B, K, H // K, h), jnp.float32), nothing
+
+    parts, begin = [], 0
+    for k, v in zip(keys, values, strict=True):
+        compute = partial(part, begin, k, v)
+        parts.append(compute() if begin == 0 else jax.lax.cond(longest > begin, compute, skipped))
+        begin += k.shape[2]
+    top = parts[0][0]
+    for other, _, _ in parts[1:]:
+        top = jnp.maximum(top, other)
+    shares = [jnp.exp(mine - top) for mine, _, _ in parts]
+    summed, total = jnp.zeros_like(parts[0][1]), nothing
+    for share, (_, values_of, total_of) in zip(shares, parts, strict=True):
+        summed, total = summed + share * values_of, total + share * total_of
+    return (summed / total).reshape(B, H, h).astype(q.dtype)
 
 
 def decode_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Array:

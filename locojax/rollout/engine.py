@@ -27,11 +27,18 @@ from locojax.rollout.layouts import Cache
 from locojax.rollout.pages import Moves, Shape, power_of_two
 from locojax.rollout.prefilling import Asked, Loaded, Prefiller, PromptScores
 from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
+from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Schedule, Scheduler
 from locojax.rollout.settings import EngineSettings, memory_and_layout
 from locojax.rollout.stats import EngineStats, TokenEvent
 from locojax.rollout.warmup import ShapesOnly, stagger
 from locojax.types import SampleRequest, SampleResult
+
+PINNED_STOPS = 16
+"""Room for stop ids where shapes are fixed beforehand."""
+
+PLAIN_ROWS = 64
+"""With fewer rows and fixed shapes, the program that can truncate serves all: its cost is a copy of the logits."""
 
 Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]
 
@@ -92,14 +99,14 @@ class Engine:
         if self.compiler.spec != program_spec:
             raise ConfigError("Engines share programs only if model and settings are the same", got=program_spec,
                               expected=self.compiler.spec)  # fmt: skip
-        self._prefiller = Prefiller(self.compiler, self._layout, settings.max_prefill_tokens)
+        self._prefiller = Prefiller(self.compiler, self._layout, settings.max_prefill_tokens, settings.max_slots)
         self._requests: dict[str, _Request] = {}
         self._closed: list[SampleResult] = []  # to be returned by the next step
         self._events: list[TokenEvent] = []
         self._versions: dict[int, int] = {}  # of adapters that `set_adapter` replaced
         self._num_added = 0
         # Table sizes only grow while samples run: a smaller one would be another program.
-        self._table_width, self._num_stops = 1, 1
+        self._table_width, self._num_stops = 1, PINNED_STOPS if self._layout.pins_shapes else 1
         self._shape = Shape(entries=2 * settings.max_slots)
         self._copies = Moves()
         self._cache: Any = None
@@ -306,9 +313,49 @@ class Engine:
             while dry.num_unfinished:
                 dry.step()
         self.compiler.wait()
-        used = {key[1] for name in ("decode", "prefill") for key in self.compiler.keys(name)}
+        used = {key[1] for key in self.compiler.keys("decode")}
+        if not self._layout.pins_shapes:
+            used |= {key[1] for key in self.compiler.keys("prefill")}
         self._layout.warm_moves(self.spec, used, self.settings.dtype)
         return self.compiler.num_compilations - before
+
+    def warm_up_server(self) -> int:
+        """Compiles all that requests of any number, length and arrival will need; returns how many programs that were.
+
+        Not compiled are programs for likeliest tokens and the like, one for each power of two asked for; for more than
+        PINNED_STOPS stop ids; and for prompts longer than `max_prefill_tokens`: each of these compiles once, when it is
+        first asked for.
+
+        Raises:
+          RequestError: no weights have been loaded.
+          ConfigError: the settings' layout isn't "rows".
+        """
+        if self.policy_version is None:
+            raise RequestError("The engine has no weights", remedy="Call load first")
+        if not isinstance(self._memory, RowsMemory):
+            raise ConfigError("An engine can't be warmed up for a server", got=f"layout={self.settings.layout!r}",
+                              expected='layout="rows"')  # fmt: skip
+        before, compiler, settings = self.compiler.num_compilations, self.compiler, self.settings
+        shapes = self._memory.shapes()
+        for shape in shapes:
+            new_cache = partial(self._layout.new_cache, self.spec, shape, settings.dtype)
+            cache = jax.eval_shape(new_cache)
+            rows = decode_rows([], shape.rows, PINNED_STOPS, self._layout.tables([], shape.rows, shape, 1))
+            count = np.zeros((), np.int32)
+            for truncates in sorted({True, shape.rows < PLAIN_ROWS}):
+                key = (self._loaded.signature, shape, shape.rows, PINNED_STOPS, 1, truncates, 0)
+                compiler.prepare(
+                    "decode", key, self._loaded.weights, self._loaded.adapters, self._layout.decode_part(cache), rows,
+                    count, count, truncates=truncates, num_top=0,
+                )  # fmt: skip
+        self._prefiller.prepare(self._loaded, cache, settings.page_size)
+        if self.num_adapters > 2:
+            stack = stacks.require(self._loaded.adapters)
+            nothing = stacks.fitted(stack, {})
+            compiler.prepare("set_adapter", self._loaded.signature, stack, nothing, np.float32(0), count)
+        self._layout.warm_moves(self.spec, shapes, settings.dtype)
+        compiler.wait()
+        return compiler.num_compilations - before
 
     def forget_prompts(self) -> None:
         """Drops cached prompts, so that what comes next finds the memory as it was at the start."""
@@ -346,13 +393,12 @@ class Engine:
         moves = self._memory.settle(shrink=plan.shrink, final_capacity=final) or Moves()
         if moves.shape is not None:
             self._shape = moves.shape
+        resize, self._copies = moves.split()
         if self._cache is None:
             new_cache = partial(self._layout.new_cache, self.spec, self._shape, self.settings.dtype)
             self._cache = self.compiler.apply(new_cache)
         elif moves.shape is not None:
-            resize = partial(self._layout.move, moves=dataclasses.replace(moves, page_copies=()))
-            self._cache = self.compiler.apply(resize, self._cache)
-        self._copies = Moves(page_copies=moves.page_copies)
+            self._cache = self.compiler.apply(partial(self._layout.move, moves=resize), self._cache)
         return plan
 
     def _run(self, plan: Schedule) -> None:
@@ -361,7 +407,7 @@ class Engine:
             if plan.prompts:
                 with self._phase("prefill"):
                     self._prefill(plan)
-            if self._copies.page_copies:  # of pages that may just have been filled
+            if self._copies != Moves():  # of pages that may just have been filled
                 self._cache = self.compiler.apply(partial(self._layout.move, moves=self._copies), self._cache)
             if self._scheduler.running:
                 with self._phase("decode"):
@@ -396,15 +442,18 @@ class Engine:
         self._table_width = self._layout.width(tables)
         rows = decode_rows(running, num_rows, self._num_stops, tables)
         truncates = any(sampling.truncates(s.request.params) for s in running)
+        if self._layout.pins_shapes and num_rows < PLAIN_ROWS:
+            truncates = True
         num_top = max(s.request.topk_sample_logprobs for s in running)
         num_top = power_of_two(num_top) if num_top else 0
         key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width, truncates, num_top)
         start = time.perf_counter()
-        self._cache, drawn, gained, num_iterations = self.compiler.call(
-            "decode", key, self._loaded.weights, self._loaded.adapters, self._cache, rows,
+        part, drawn, gained, num_iterations = self.compiler.call(
+            "decode", key, self._loaded.weights, self._loaded.adapters, self._layout.decode_part(self._cache), rows,
             np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32), truncates=truncates,
             num_top=num_top,
         )  # fmt: skip
+        self._cache = self._layout.after_decode(self._cache, part)
         drawn, gained = jax.tree.map(np.asarray, drawn), np.asarray(gained)
         self._stats.decode_seconds += time.perf_counter() - start
         self._stats.num_iterations += int(num_iterations)

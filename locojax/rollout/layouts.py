@@ -21,6 +21,7 @@ from jax import Array
 from locojax.models import attention
 from locojax.models.spec import ModelSpec
 from locojax.rollout.pages import Moves, PromptBlock, Shape, SlotBlock, power_of_two
+from locojax.rollout.prefill import Packed
 
 Cache = dict[str, Any]
 
@@ -47,15 +48,33 @@ class Tables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Destination:
-    """Where new prompts go. entry i32[N] (out of range: nowhere); pages i32[N, P / page], paged only."""
+    """Where new prompts go. entry i32[N] (out of range: nowhere); pages i32[N, P / page], paged only.
+
+    In rows: pages i32[2, S], the page and the place in it of each token; table i32[1, W], a long prompt's pages.
+    """
 
     entry: Any
     pages: Any
+    table: Any = None
 
 
 @runtime_checkable
 class Layout(Protocol):
     """How a layer's keys and values are stored and read. Implementations are hashable, as a program's constants are."""
+
+    pins_shapes: bool  # prefill programs are of a few sizes fixed beforehand
+
+    def decode_part(self, cache: Cache) -> Cache:
+        """What a decode program is given of the cache."""
+
+    def prefill_part(self, cache: Cache) -> Cache:
+        """What a prefill program is given of the cache."""
+
+    def after_decode(self, cache: Cache, part: Cache) -> Cache:
+        """The cache with the part that a decode program returned."""
+
+    def after_prefill(self, cache: Cache, part: Cache) -> Cache:
+        """The cache with the part that a prefill program returned."""
 
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
         """An empty cache."""
@@ -72,8 +91,13 @@ class Layout(Protocol):
     def width(self, tables: Tables) -> int:
         """The width of the tables, to be kept up while samples finish: a narrower one would be another program."""
 
-    def destination(self, prompts: Sequence[PromptBlock], count: int, capacity: int) -> Destination:
-        """Host arrays for `count` >= len(prompts) prompts of up to `capacity` tokens each."""
+    def place(
+        self, blocks: Sequence[PromptBlock], packed: Packed, capacity: int
+    ) -> tuple[np.ndarray, np.ndarray, Destination]:
+        """How packed prompts are stored: source and last, as `programs.prefill` takes them, and where to."""
+
+    def place_chunk(self, block: PromptBlock, start: int, count: int, num_tokens: int, capacity: int) -> Destination:
+        """Where tokens start.. of a prompt go: `count` of a chunk of `num_tokens`."""
 
     def prompt_capacity(self, num_tokens: int, shape: Shape) -> int:
         """P of a program that stores prompts of up to `num_tokens` tokens."""
@@ -88,8 +112,42 @@ class Layout(Protocol):
         """k, v [N,K,P,h] of stored prompts."""
 
 
+class _OneCache:
+    """What layouts share in which a program is given the whole cache, and stores whole prompts."""
+
+    pins_shapes = False
+
+    def decode_part(self, cache: Cache) -> Cache:
+        return cache
+
+    def prefill_part(self, cache: Cache) -> Cache:
+        return cache
+
+    def after_decode(self, cache: Cache, part: Cache) -> Cache:
+        return part
+
+    def after_prefill(self, cache: Cache, part: Cache) -> Cache:
+        return part
+
+    def place(
+        self, blocks: Sequence[PromptBlock], packed: Packed, capacity: int
+    ) -> tuple[np.ndarray, np.ndarray, Destination]:
+        N = packed.shape.prompts
+        source, last = np.zeros((N, capacity), np.int32), np.zeros(N, np.int32)
+        for n, where in enumerate(packed.source):
+            source[n, : len(where)], last[n] = where, where[-1]
+        return source, last, self.destination(blocks, N, capacity)
+
+    def place_chunk(self, block: PromptBlock, start: int, count: int, num_tokens: int, capacity: int) -> Destination:
+        return self.destination([block], 1, capacity)
+
+    def destination(self, prompts: Sequence[PromptBlock], count: int, capacity: int) -> Destination:
+        """Host arrays for `count` >= len(prompts) prompts of up to `capacity` tokens each."""
+        raise NotImplementedError
+
+
 @dataclasses.dataclass(frozen=True)
-class Contiguous:
+class Contiguous(_OneCache):
     """A layer is (prompt_k, prompt_v [E,K,P,h], own_k [B,K,C,h], own_v [B,K,G+C,h]); see `attention.decode_shared`."""
 
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
@@ -99,8 +157,8 @@ class Contiguous:
         own_v = (shape.rows, K, spec.num_heads // K + shape.capacity, h)
         shapes = (prompt, prompt, own_k, own_v)
         return {
-            "layers": [tuple(_zeros(s, dtype) for s in shapes) for _ in range(spec.num_layers)],
-            "last": _zeros((shape.entries, spec.hidden_size), dtype),
+            "layers": [tuple(zeros(s, dtype) for s in shapes) for _ in range(spec.num_layers)],
+            "last": zeros((shape.entries, spec.hidden_size), dtype),
         }
 
     def move(self, cache: Cache, moves: Moves) -> Cache:
@@ -120,7 +178,7 @@ class Contiguous:
             layers.append((*prompts, *owns))
         last = cache["last"]
         if last.shape[0] != shape.entries:
-            last = _resize_last(_placed(last), num=shape.entries)
+            last = _resize_last(placed(last), num=shape.entries)
         return {"layers": layers, "last": last}
 
     def warm_moves(self, spec: ModelSpec, shapes: Collection[Shape], dtype: Any) -> None:
@@ -162,9 +220,9 @@ class Contiguous:
     def decode(self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         prompt_k, prompt_v, own_k, own_v = layer
         rows = jnp.arange(q.shape[0], dtype=jnp.int32)
-        own_k = own_k.at[rows, :, own].set(_storable(k, own_k.dtype), mode="drop")
+        own_k = own_k.at[rows, :, own].set(storable(k, own_k.dtype), mode="drop")
         room = own_v.shape[2] - own_k.shape[2]
-        own_v = own_v.at[rows, :, room + own].set(_storable(v, own_v.dtype), mode="drop")
+        own_v = own_v.at[rows, :, room + own].set(storable(v, own_v.dtype), mode="drop")
         out, own_v = attention.decode_shared(
             q, prompt_k, prompt_v, tables.entry_len, tables.members, tables.entry, tables.rank, own_k, own_v, own + 1
         )
@@ -173,8 +231,8 @@ class Contiguous:
     def store(self, layer: Any, to: Destination, k: Array, v: Array, start: Array | int = 0) -> Any:
         prompt_k, prompt_v, *own = layer
         at = start + jnp.arange(k.shape[1], dtype=jnp.int32)
-        prompt_k = prompt_k.at[to.entry[:, None], :, at[None, :]].set(_storable(k, prompt_k.dtype), mode="drop")
-        prompt_v = prompt_v.at[to.entry[:, None], :, at[None, :]].set(_storable(v, prompt_v.dtype), mode="drop")
+        prompt_k = prompt_k.at[to.entry[:, None], :, at[None, :]].set(storable(k, prompt_k.dtype), mode="drop")
+        prompt_v = prompt_v.at[to.entry[:, None], :, at[None, :]].set(storable(v, prompt_v.dtype), mode="drop")
         return (prompt_k, prompt_v, *own)
 
     def stored(self, layer: Any, to: Destination) -> tuple[Array, Array]:
@@ -182,7 +240,7 @@ class Contiguous:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paged:
+class Paged(_OneCache):
     """A layer is one array of pages [num_pages, page, 2K, h], as `attention.decode_paged` describes it."""
 
     num_pages: int
@@ -191,8 +249,8 @@ class Paged:
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
         pages = (self.num_pages, self.page_size, 2 * spec.num_kv_heads, spec.head_dim)
         return {
-            "layers": [_zeros(pages, dtype) for _ in range(spec.num_layers)],
-            "last": _zeros((shape.entries, spec.hidden_size), dtype),
+            "layers": [zeros(pages, dtype) for _ in range(spec.num_layers)],
+            "last": zeros((shape.entries, spec.hidden_size), dtype),
         }
 
     def move(self, cache: Cache, moves: Moves) -> Cache:
@@ -234,13 +292,13 @@ class Paged:
     def decode(self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         position = tables.prompt_len + own
         page = jnp.take_along_axis(tables.pages, position[:, None] // self.page_size, axis=1, mode="clip")[:, 0]
-        layer = layer.at[page, position % self.page_size].set(_storable(_side_by_side(k, v), layer.dtype), mode="drop")
+        layer = layer.at[page, position % self.page_size].set(storable(_side_by_side(k, v), layer.dtype), mode="drop")
         return attention.decode_paged(q, layer, tables.pages, position + 1), layer
 
     def store(self, layer: Any, to: Destination, k: Array, v: Array, start: Array | int = 0) -> Any:
         at = start + jnp.arange(k.shape[1], dtype=jnp.int32)
         page = to.pages.at[:, at // self.page_size].get(mode="fill", fill_value=self.num_pages)
-        kv = _storable(_side_by_side(k, v), layer.dtype)
+        kv = storable(_side_by_side(k, v), layer.dtype)
         return layer.at[page, (at % self.page_size)[None]].set(kv, mode="drop")
 
     def stored(self, layer: Any, to: Destination) -> tuple[Array, Array]:
@@ -250,7 +308,7 @@ class Paged:
         return kv[0], kv[1]
 
 
-def _storable(x: Array, dtype: Any) -> Array:
+def storable(x: Array, dtype: Any) -> Array:
     """Zero for what isn't finite: masked-out memory is multiplied by zero, not skipped, and the next owner of a row or
     page must not inherit NaN from a broken adapter."""
     return jnp.where(jnp.isfinite(x), x, 0).astype(dtype)
@@ -261,11 +319,11 @@ def _side_by_side(k: Array, v: Array) -> Array:
     return jnp.stack([k, v], axis=-2).reshape(*k.shape[:-2], 2 * k.shape[-2], k.shape[-1])
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Array:
+def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.zeros(shape, dtype, device=jax.local_devices()[0])
 
 
-def _placed(x: Array) -> Array:
+def placed(x: Array) -> Array:
     """x with its device named, without a copy: what programs return has it or not, and jit tells the two apart."""
     return jax.device_put(x, jax.local_devices()[0])
 
@@ -279,10 +337,10 @@ def _resize_last(last: Array, num: int) -> Array:
 def _resize(x: Array, source: Any, rows: int, capacity: int) -> Array:
     """x [rows, K, capacity, h] cut or padded with zeros to the new sizes, its rows first taken from `source`."""
     if x.shape[0] == 0 or x.size == 0:
-        return _zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype)
+        return zeros((rows, x.shape[1], capacity, x.shape[3]), x.dtype)
     if source is None and x.shape[0] == rows and x.shape[2] == capacity:
         return x
-    return _resize_program(_placed(x), source, rows, capacity)
+    return _resize_program(placed(x), source, rows, capacity)
 
 
 def _resize_impl(x: Array, source: Any, rows: int, capacity: int) -> Array:

@@ -124,7 +124,10 @@ class Rows:
         Returns for each new row the old row whose content it takes, or None if nothing changes.
         """
         needed = self.size_for(max(self.blocks, default=-1) + 1)
-        target = self.size_for(len(self.blocks)) if shrink else max(needed, self.num_rows)
+        return self.resize(self.size_for(len(self.blocks)) if shrink else max(needed, self.num_rows))
+
+    def resize(self, target: int) -> list[int] | None:
+        """Fixes the number of rows to one that holds the blocks; see `settle` for what it returns."""
         if target == self.num_rows:
             return None
         source = [row if row < self.num_rows else 0 for row in range(target)]
@@ -158,6 +161,11 @@ class Moves:
     shape: Shape | None = None
     source_rows: tuple[int, ...] | None = None
     page_copies: tuple[tuple[int, int], ...] = ()  # (from, to)
+    row_copies: tuple[tuple[int, int, int], ...] = ()  # (page, to row, as the row's page number)
+
+    def split(self) -> tuple[Moves, Moves]:
+        """(what changes shapes, what copies prompts: that comes after they are computed)."""
+        return Moves(self.shape, self.source_rows), Moves(None, None, self.page_copies, self.row_copies)
 
 
 @runtime_checkable
@@ -165,6 +173,7 @@ class KvMemory(Protocol):
     """What the scheduler knows of the KV memory. Every method that takes memory takes all of it or raises."""
 
     rows: Rows
+    decode_reads_prompts: bool  # so a stored prompt costs decoding time, or takes room that running samples want
 
     def open_prompt(self, num_tokens: int) -> PromptBlock:
         """Room for a prompt, held by nobody yet. Raises CapacityError."""
@@ -201,6 +210,7 @@ class ContiguousMemory:
     """Rows of arrays (see the module's head). `max_tokens` bounds entries x prompt capacity + rows x capacity."""
 
     MIN_CAPACITY = 32
+    decode_reads_prompts = True
 
     def __init__(self, max_tokens: int, row_sizes: Sequence[int], max_entries: int):
         self.max_tokens, self.max_entries = max_tokens, max_entries
@@ -300,6 +310,8 @@ class ContiguousMemory:
 
 class PagedMemory:
     """Page tables (see the module's head)."""
+
+    decode_reads_prompts = True
 
     def __init__(self, num_pages: int, page_size: int, row_sizes: Sequence[int], max_entries: int):
         self.pool, self.page_size, self.max_entries = PagePool(num_pages), page_size, max_entries

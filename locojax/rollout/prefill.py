@@ -15,6 +15,7 @@ import numpy as np
 from locojax.rollout.pages import power_of_two
 
 MIN_ROW = 16
+MIN_PINNED_ROW = 32
 MIN_PROMPTS = 8
 MAX_WASTE = 8.0
 """A compiled program is used for prompts that one up to this much cheaper would do for: compiling takes seconds."""
@@ -88,6 +89,27 @@ def pack(prompts: Sequence[Sequence[int]], known_shapes: Collection[PrefillShape
     return _lay_out(prompts, header, shape)
 
 
+def pack_pinned(prompts: Sequence[Sequence[int]], budget: int, num_prompts: int) -> Packed:
+    """Lays prompts out in one row, whose length is one of a few: powers of two from MIN_PINNED_ROW up to `budget`.
+
+    A program of T tokens stores up to 2 T: more than it computes when prompts share a header.
+    """
+    header, stored = common_header(prompts), sum(map(len, prompts))
+    computed = header + sum(len(prompt) - header for prompt in prompts)
+    size = max(power_of_two(max(computed, -(-stored // 2))), MIN_PINNED_ROW)
+    return _lay_out(prompts, header, PrefillShape(1, min(size, budget), num_prompts))
+
+
+def pinned_rows(budget: int) -> list[int]:
+    """The lengths that `pack_pinned` may choose."""
+    sizes = []
+    size = MIN_PINNED_ROW
+    while size < budget:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, budget]
+
+
 def _fit(prompts: Sequence[Sequence[int]], header: int, tokens: int) -> list[list[int]]:
     """First fit, longest first: indices of prompts for each row. A header takes its room once in each row."""
     order = sorted(range(len(prompts)), key=lambda n: -len(prompts[n]))
@@ -126,17 +148,22 @@ def _lay_out(prompts: Sequence[Sequence[int]], header: int, shape: PrefillShape)
     return Packed(shape, tokens, positions, until, tuple(source))
 
 
-def batches(lengths: Sequence[int], budget: int, header: int = 0) -> list[list[int]]:
+def batches(
+    lengths: Sequence[int], budget: int, header: int = 0, max_prompts: int | None = None
+) -> list[list[int]]:
     """Cuts prompts, in order, into batches that take at most `budget` tokens; a longer one is alone and goes in chunks.
 
-    The first `header` tokens, which all begin with, count once in a batch.
+    The first `header` tokens, which all begin with, count once in a batch. With `max_prompts` a batch has no more than
+    that, and no more than twice the budget in all, headers included.
     """
     out: list[list[int]] = []
-    used = 0
+    used = total = 0
     for n, length in enumerate(lengths):
-        if not out or used + length - header > budget:
+        full = max_prompts is not None and out and (len(out[-1]) >= max_prompts or total + length > 2 * budget)
+        if not out or full or used + length - header > budget:
             out.append([])
-            used = header
+            used, total = header, 0
         out[-1].append(n)
         used += length - header
+        total += length
     return out

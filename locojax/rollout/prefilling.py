@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from locojax.models.decoder import Params
 from locojax.models.lora import Adapters
 from locojax.rollout import programs, sampling
 from locojax.rollout.layouts import Cache, Layout
-from locojax.rollout.pages import Shape, power_of_two
-from locojax.rollout.prefill import batches, common_header, pack
+from locojax.rollout.pages import PromptBlock, Shape, power_of_two
+from locojax.rollout.prefill import batches, common_header, pack, pack_pinned, pinned_rows
 from locojax.rollout.scheduler import NewPrompt
 from locojax.types import MASKED_LOGPROB, SampleRequest
 
@@ -60,10 +62,10 @@ class PromptScores:
 
 
 class Prefiller:
-    """See the module's head. `budget`: tokens of one program run."""
+    """See the module's head. `budget`: tokens of one program run; `max_prompts`: stored by one."""
 
-    def __init__(self, compiler: programs.Compiler, layout: Layout, budget: int):
-        self._compiler, self._layout, self._budget = compiler, layout, budget
+    def __init__(self, compiler: programs.Compiler, layout: Layout, budget: int, max_prompts: int):
+        self._compiler, self._layout, self._budget, self._max_prompts = compiler, layout, budget, max_prompts
 
     def run(
         self,
@@ -82,7 +84,8 @@ class Prefiller:
         for adapter in dict.fromkeys(p.adapter for p in prompts):
             ours = [p for p in prompts if p.adapter == adapter]
             header = common_header([p.tokens for p in ours])
-            for batch in batches([len(p.tokens) for p in ours], self._budget, header):
+            most = self._max_prompts if self._layout.pins_shapes else None
+            for batch in batches([len(p.tokens) for p in ours], self._budget, header, most):
                 chosen = [ours[n] for n in batch]
                 if len(chosen) == 1 and len(chosen[0].tokens) > self._budget:
                     cache, hidden = self._chunks(loaded, cache, shape, chosen[0], keep)
@@ -97,20 +100,22 @@ class Prefiller:
     def _packed(
         self, loaded: Loaded, cache: Cache, shape: Shape, prompts: Sequence[NewPrompt], keep: Callable[[Cache], None]
     ) -> tuple[Cache, list[np.ndarray | None]]:
-        P = self._layout.prompt_capacity(max(len(p.tokens) for p in prompts), shape)
-        like = (loaded.signature, shape, P)
-        known = [key[-1] for key in self._compiler.keys("prefill") if key[:-1] == like]
-        packed = pack([p.tokens for p in prompts], known)
-        N = packed.shape.prompts
-        source, last = np.zeros((N, P), np.int32), np.zeros(N, np.int32)
-        for n, where in enumerate(packed.source):
-            source[n, : len(where)], last[n] = where, where[-1]
-        to = self._layout.destination([p.block for p in prompts], N, P)
+        tokens, P = [p.tokens for p in prompts], 0
+        if self._layout.pins_shapes:
+            like: tuple[Any, ...] = (loaded.signature,)
+            packed = pack_pinned(tokens, self._budget, self._max_prompts)
+        else:
+            P = self._layout.prompt_capacity(max(map(len, tokens)), shape)
+            like = (loaded.signature, shape, P)
+            known = [key[-1] for key in self._compiler.keys("prefill") if key[:-1] == like]
+            packed = pack(tokens, known)
+        source, last, to = self._layout.place([p.block for p in prompts], packed, P)
         adapter = np.full(packed.shape.rows, prompts[0].adapter, np.int32)
-        cache, hidden = self._compiler.call(
-            "prefill", (*like, packed.shape), loaded.weights, loaded.adapters, cache,
+        part, hidden = self._compiler.call(
+            "prefill", (*like, packed.shape), loaded.weights, loaded.adapters, self._layout.prefill_part(cache),
             (packed.tokens, packed.positions, packed.until), source, last, to, adapter,
         )  # fmt: skip
+        cache = self._layout.after_prefill(cache, part)
         keep(cache)
         wanted = [p.scored_for is not None for p in prompts]
         states = np.asarray(hidden) if any(wanted) else None
@@ -119,22 +124,45 @@ class Prefiller:
             for want, where in zip(wanted, packed.source, strict=True)
         ]
 
+    def prepare(self, loaded: Loaded, cache: Cache, page_size: int) -> None:
+        """Compiles what prompts of any length and number up to the budget will need, where shapes are pinned, and the
+        log-probs of prompts. `cache` may be abstract."""
+        part, D = self._layout.prefill_part(cache), cache["last"].shape[1]
+        for size in pinned_rows(self._budget):
+            packed = pack_pinned([(0,) * size], self._budget, self._max_prompts)
+            block = PromptBlock(size, 0, [0] * -(-size // page_size))
+            source, last, to = self._layout.place([block], packed, 0)
+            self._compiler.prepare(
+                "prefill", (loaded.signature, packed.shape), loaded.weights, loaded.adapters, part,
+                (packed.tokens, packed.positions, packed.until), source, last, to, np.zeros(1, np.int32),
+            )  # fmt: skip
+        tile = jax.ShapeDtypeStruct((SCORE_TILE, D), cache["last"].dtype)
+        rows = programs.ScoreRows(
+            np.zeros((SCORE_TILE, 1), np.int32), np.zeros(SCORE_TILE, np.int32), np.float32(1),
+            np.zeros((0, 2), np.uint32), np.zeros(1, np.int32),
+        )  # fmt: skip
+        self._compiler.prepare(
+            "score", (loaded.signature, 0, 1, 0), loaded.weights, loaded.adapters, tile, rows, num_top=0
+        )
+
     def _chunks(
         self, loaded: Loaded, cache: Cache, shape: Shape, prompt: NewPrompt, keep: Callable[[Cache], None]
     ) -> tuple[Cache, list[np.ndarray | None]]:
         T, length = self._budget, len(prompt.tokens)
         P = self._layout.prompt_capacity(length, shape)
-        to = self._layout.destination([prompt.block], 1, P)
+        key = (loaded.signature, P, T) if self._layout.pins_shapes else (loaded.signature, shape, P, T)
         states = []
         for start in range(0, length, T):
             count = min(T, length - start)
             tokens = np.zeros((1, T), np.int32)
             tokens[0, :count] = prompt.tokens[start : start + count]
-            cache, hidden = self._compiler.call(
-                "prefill_chunk", (loaded.signature, shape, P, T), loaded.weights, loaded.adapters, cache,
+            to = self._layout.place_chunk(prompt.block, start, count, T, P)
+            part, hidden = self._compiler.call(
+                "prefill_chunk", key, loaded.weights, loaded.adapters, self._layout.prefill_part(cache),
                 tokens, np.asarray(start, np.int32), np.asarray(count, np.int32), to,
                 np.full(1, prompt.adapter, np.int32),
             )  # fmt: skip
+            cache = self._layout.after_prefill(cache, part)
             keep(cache)
             if prompt.scored_for is not None:
                 states.append(np.asarray(hidden)[:count])

@@ -130,7 +130,7 @@ class Scheduler:
                     self._reserve(sample, limit)
                     break
                 except CapacityError:
-                    if not self._evict():
+                    if not (self.memory.decode_reads_prompts and self._evict()):
                         self._preempt(self.running[-1])
                         preempted = True
         return preempted
@@ -138,7 +138,7 @@ class Scheduler:
     def _admit(self) -> list[NewPrompt]:
         prompts: list[NewPrompt] = []
         most = self.memory.rows.sizes[-1]
-        if self.waiting and not self.running:
+        if self.waiting and not self.running and self.memory.decode_reads_prompts:
             self._forget_oversized_cache(most)
         while self.waiting and len(self.running) < most:
             sample = self.waiting[0]

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from locojax.errors import ConfigError
 from locojax.models.spec import ModelSpec
+from locojax.rollout.layout_rows import RowsLayout
 from locojax.rollout.layouts import Contiguous, Layout, Paged
 from locojax.rollout.pages import ContiguousMemory, KvMemory, PagedMemory
+from locojax.rollout.rows import RowsMemory
 from locojax.types import LogprobsOf
 
 EXACT_ROWS = 64
@@ -28,8 +30,9 @@ class EngineSettings:
       max_prefill_tokens: prompt tokens computed in one go; longer prompts are computed in chunks of it.
       max_iterations: decode iterations in one program run, 8 at most while a sample has stop strings or is streamed.
       kv_bytes: memory for keys and values, in bytes.
-      layout: "contiguous" where gathers are slow (CPU), "paged" for a paged attention kernel.
-      page_size: tokens of a page, paged only; a power of two.
+      layout: "contiguous" where gathers are slow (CPU) and work comes in waves of a kind, "paged" for a paged
+        attention kernel, "rows" for a server on CPU: nothing compiles for the lengths and numbers that arrive.
+      page_size: tokens of a page, paged and rows only; a power of two. Rows: 128 is good.
       max_context: the model's own, or a lower limit on prompt and completion together.
       logprobs_of: which distribution returned log-probs are of; see `types.LogprobsOf`.
       dtype: of weights' products and of the stored keys and values. Logits are fp32 always.
@@ -41,7 +44,7 @@ class EngineSettings:
     max_prefill_tokens: int = 1024
     max_iterations: int = 32
     kv_bytes: int = 4 << 30
-    layout: Literal["contiguous", "paged"] = "contiguous"
+    layout: Literal["contiguous", "paged", "rows"] = "contiguous"
     page_size: int = 16
     max_context: int | None = None
     logprobs_of: LogprobsOf = "raw"
@@ -83,6 +86,11 @@ def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemo
         paged = PagedMemory(num_pages, settings.page_size, sizes, max_entries)
         if num_pages:
             return paged, Paged(num_pages, settings.page_size)
+    elif settings.layout == "rows":
+        context = min(settings.max_context or spec.max_context, spec.max_context)
+        rows = RowsMemory(max_tokens, settings.page_size, sizes, max_entries, context)
+        if rows.capacities:
+            return rows, RowsLayout(rows.pool.num_pages, settings.page_size, settings.max_slots)
     elif max_tokens:
         return ContiguousMemory(max_tokens, sizes, max_entries), Contiguous()
     raise ConfigError(

@@ -1,0 +1,122 @@
+"""The books of KV memory for an engine whose shapes are chosen beforehand: a server's, to which anything may come.
+
+A running sample's whole sequence lies in its own row of [rows, capacity], its prompt copied in; computed prompts are
+kept in pages of their own. So what decoding compiles for is one of a few pairs of rows and capacity, fixed at the
+start, whatever lengths, groups and adapters arrive. A larger number of rows means a smaller capacity: the pairs hold
+about as many tokens each. No jax here; `layout_rows.py` moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from locojax.errors import CapacityError
+from locojax.rollout.pages import Moves, PagePool, PromptBlock, Rows, Shape, SlotBlock, power_of_two
+
+
+class RowsMemory:
+    """See the module's head, and `pages.KvMemory` for the methods."""
+
+    decode_reads_prompts = False
+
+    def __init__(
+        self, max_tokens: int, page_size: int, row_sizes: Sequence[int], max_entries: int, max_context: int
+    ):
+        """Half of `max_tokens` is for the rows, half for computed prompts. `page_size`: a power of two."""
+        half = max_tokens // 2
+        most = max(power_of_two(max_context), page_size)
+        self.page_size, self.max_entries = page_size, max_entries
+        self.capacities = {
+            rows: min(most, 1 << ((half // rows).bit_length() - 1)) for rows in row_sizes if half // rows >= page_size
+        }
+        self.rows = Rows(tuple(self.capacities))
+        self.pool = PagePool(half // page_size)
+        self.shape = Shape()
+        self._prompts: dict[int, PromptBlock] = {}
+        self._uncopied: list[SlotBlock] = []
+
+    def shapes(self) -> list[Shape]:
+        """Every shape that the arrays may have."""
+        return [Shape(self.max_entries, 0, rows, capacity) for rows, capacity in self.capacities.items()]
+
+    def num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def open_prompt(self, num_tokens: int) -> PromptBlock:
+        index = next(i for i in range(len(self._prompts) + 1) if i not in self._prompts)
+        if index >= self.max_entries:
+            raise CapacityError("The KV memory is full", got=f"{index} stored prompts")
+        self._prompts[index] = PromptBlock(num_tokens, index, self.pool.allocate(self.num_pages(num_tokens)))
+        return self._prompts[index]
+
+    def expect_prompts(self, num_tokens: int) -> None:
+        """Shapes don't depend on the prompts."""
+
+    def close_prompt(self, block: PromptBlock) -> None:
+        if block.users:
+            raise ValueError(f"prompt {block.index} still has {block.users} users")
+        self.pool.release(block.pages)
+        del self._prompts[block.index]
+
+    def open_slot(self, prompt: PromptBlock) -> SlotBlock:
+        slot = SlotBlock(prompt, -1, [])
+        self._check(len(self.rows.blocks) + 1, prompt.num_tokens + 1)
+        self.rows.place(slot)
+        prompt.users += 1  # until it has been copied
+        self._uncopied.append(slot)
+        return slot
+
+    def extend(self, slot: SlotBlock, num_own: int) -> None:
+        self._check(len(self.rows.blocks), slot.prompt.num_tokens + num_own)
+        slot.capacity = max(slot.capacity, num_own)
+
+    def close_slot(self, slot: SlotBlock) -> None:
+        self.rows.remove(slot)
+        if slot in self._uncopied:
+            self._uncopied.remove(slot)
+            slot.prompt.users -= 1
+
+    def headroom(self, num_stored: int) -> int:
+        return max(self.capacities.values())  # `extend` knows: it depends on each slot's prompt
+
+    def prefers_eviction(self) -> bool:
+        return False
+
+    def fits_alone(self, num_prompt: int, num_own: int) -> bool:
+        # A preemption makes a prompt of what was sampled.
+        total = num_prompt + num_own
+        return total <= max(self.capacities.values()) and self.num_pages(total) <= self.pool.num_pages
+
+    def settle(self, *, shrink: bool, final_capacity: int) -> Moves | None:
+        """Keeps the number of rows while it will do, so that arrays seldom move; with `shrink` takes the least."""
+        new, self._uncopied = self._uncopied, []
+        for slot in new:
+            slot.prompt.users -= 1
+        count = len(self.rows.blocks)
+        if not count:
+            return None
+        before, fits = self.rows.num_rows, self._fits(count, self._longest())
+        untouched = len(new) == count  # nothing of value lies in the rows
+        if before in fits and not ((shrink or untouched) and fits[0] < before):
+            target = before
+        else:
+            target = fits[0] if shrink or untouched or before < count else fits[-1]
+        source = self.rows.resize(target)
+        copies = tuple((page, slot.row, j) for slot in new for j, page in enumerate(slot.prompt.pages))
+        shape = Shape(self.max_entries, 0, target, self.capacities[target])
+        if shape == self.shape:
+            return Moves(row_copies=copies) if copies else None
+        self.shape = shape
+        return Moves(shape, None if source is None else tuple(source), row_copies=copies)
+
+    def _longest(self) -> int:
+        return max((slot.prompt.num_tokens + slot.capacity for slot in self.rows.blocks.values()), default=0)
+
+    def _fits(self, count: int, longest: int) -> list[int]:
+        return [rows for rows, capacity in self.capacities.items() if rows >= count and capacity >= longest]
+
+    def _check(self, count: int, num_tokens: int) -> None:
+        longest = max(num_tokens, self._longest())
+        if not self._fits(count, longest):
+            raise CapacityError("The KV memory is full", got=f"{count} samples of up to {longest} tokens",
+                                expected=f"rows: tokens of each at most {self.capacities}")  # fmt: skip
