@@ -269,9 +269,7 @@ def served_tokenizer(model: str, data_dir: pathlib.Path) -> Tokenizer:
 
 
 def _run_api(settings_json: str) -> int:
-    import uvicorn
-
-    from locojax.server.app import create_app
+    from locojax.server.app import Server, create_app
     from locojax.server.service import Service, ServiceSettings
 
     logging.basicConfig(level=logging.INFO, format="API: %(message)s", stream=sys.stderr)
@@ -297,26 +295,23 @@ def _run_api(settings_json: str) -> int:
     keys = auth.load_keys(None if settings.keys_file is None else pathlib.Path(settings.keys_file), os.environ)
     tokenizer = _Once(lambda: served_tokenizer(settings.model, data_dir))
     app = create_app(service, keys=keys, load_tokenizer=tokenizer)
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, timeout_graceful_shutdown=5, timeout_keep_alive=75, ws="none"
-    )
     # Clients may ask for a GGUF file's tokenizer before anyone samples by text.
     threading.Thread(target=tokenizer.quietly, name="tokenizer", daemon=True).start()
     threading.Thread(target=_report, args=(service, settings.url), name="report", daemon=True).start()
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=settings.socket)])
+    Server(app, timeout_graceful_shutdown=5, timeout_keep_alive=75).run(sockets=[socket.socket(fileno=settings.socket)])
     return 0
 
 
 def _report(service: Service, url: str) -> None:
     """Tells the terminal when the server is ready, and when it no longer is; the engine process says what it does."""
     was_ready = False
-    began = time.monotonic()
     while True:
         ready, body = service.health()
         if ready != was_ready:
-            seconds, was_ready, began = time.monotonic() - began, ready, time.monotonic()
-            doing = f"Ready after {seconds:.1f} s: {url}" if ready else f"Not ready: {body.get('doing', 'starting')}"
-            print(doing, file=sys.stderr, flush=True)
+            was_ready = ready
+            print(
+                f"Ready: {url}" if ready else f"Not ready: {body.get('doing', 'starting')}", file=sys.stderr, flush=True
+            )
         time.sleep(_REPORT_SECONDS)
 
 

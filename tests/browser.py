@@ -7,8 +7,18 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import time
 from typing import Any
+
+# It reads commands from descriptor 3 and writes to 4, whatever was there before.
+_EXEC = """
+import os, sys
+ours, theirs = (os.dup(int(number)) for number in sys.argv[1:3])
+os.dup2(ours, 100), os.dup2(theirs, 101)
+os.dup2(100, 3), os.dup2(101, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -41,14 +51,14 @@ class Browser:
             "--remote-debugging-pipe", f"--user-data-dir={self._folder}", "about:blank",
         ]  # fmt: skip
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser}', "sh", chromium, *flags],
+            [sys.executable, "-c", _EXEC, str(to_browser), str(from_browser), chromium, *flags],
             pass_fds=(to_browser, from_browser),
             stderr=subprocess.DEVNULL,
         )
         os.close(to_browser)
         os.close(from_browser)
         os.set_blocking(self._in, False)
-        target = self._call("Target.getTargets")["targetInfos"][0]["targetId"]
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
@@ -75,9 +85,10 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, code: str) -> Any:
-        """Until the expression is true; its value."""
+        """Until the expression is true; its value. What it speaks of may not be there yet."""
         deadline = time.monotonic() + self._seconds
-        while not (value := self.evaluate(code)):
+        safe = f"(() => {{ try {{ return {code}; }} catch (error) {{ return null; }} }})()"
+        while not (value := self.evaluate(safe)):
             assert time.monotonic() < deadline, f"{code} is still {value!r}; {self.complaints}"
             time.sleep(0.05)
         return value

@@ -8,16 +8,15 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
-import uvicorn
 from fake_engine import AUTHKEY, FakeEngine
 from fastapi import FastAPI
 from tiny import tiny_tokenizer
 
-from locojax.server.app import create_app
+from locojax.server.app import Server, create_app
 from locojax.server.auth import KeyRing
 from locojax.server.service import Service, ServiceSettings
 
@@ -32,11 +31,16 @@ def make_app(folder: pathlib.Path, keys: Sequence[str] | None = None, **settings
 
 @contextlib.asynccontextmanager
 async def served(
-    folder: pathlib.Path, keys: Sequence[str] | None = None, **settings: Any
+    folder: pathlib.Path,
+    keys: Sequence[str] | None = None,
+    failures: Mapping[type, str] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application whose engine is ready; `engine` is its attribute's name on the client: see `Fake`."""
+    """A client of an application whose engine is ready. `failures`: see `FakeEngine`."""
     app = make_app(folder, keys, **settings)
-    with FakeEngine(str(folder / "engine.sock"), model_name=MODEL):
+    engine = FakeEngine(str(folder / "engine.sock"), model_name=MODEL)
+    engine.failures.update(failures or {})
+    with engine:
         async with app.router.lifespan_context(app), client_of(app) as client:
             while (await client.get("/api/v1/healthz")).status_code != 200:
                 await asyncio.sleep(0.01)
@@ -55,7 +59,7 @@ def listening(app: FastAPI) -> Iterator[str]:
     """Serves in a thread; the URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1, ws="none"))
+    server = Server(app, timeout_graceful_shutdown=5)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     deadline = time.monotonic() + 30
@@ -88,12 +92,12 @@ class Session:
         self.model_id = (await self.result(promise))["model_id"]
         return self
 
-    async def post(self, path: str, status: int = 200, **body: Any) -> Any:
+    async def post(self, path: str, /, status: int = 200, **body: Any) -> Any:
         response = await self.client.post(f"/api/v1/{path}", json=body)
         assert response.status_code == status, (path, response.status_code, response.text)
         return response.json()
 
-    async def operate(self, path: str, **body: Any) -> Any:
+    async def operate(self, path: str, /, **body: Any) -> Any:
         """The result of a model's next operation."""
         self.seq_id += 1
         return await self.result(await self.post(path, model_id=self.model_id, seq_id=self.seq_id, **body))

@@ -14,6 +14,7 @@ from browser import Browser, find_chromium
 from fake_engine import FakeEngine
 from served import HEADERS, MODEL, Session, listening, make_app, served
 
+from locojax.hosts.protocol import OptimStep
 from locojax.server.routes_page import _FILES
 
 FOLDER = pathlib.Path(__file__).parent.parent / "locojax" / "server" / "page"
@@ -63,11 +64,11 @@ def test_the_state_has_what_the_page_reads(tmp_path):
     assert status["engine"]["state"] == "ready" and status["engine"]["info"]["model_name"] == MODEL
     (one,) = status["sessions"]
     assert one["session_id"] == session.session_id
-    assert {"display_name", "num_models", "num_samplers", "sdk_version", "created_at", "last_heartbeat_at"} <= set(one)
+    assert {"display_name", "seconds_since_heartbeat", "sdk_version", "created_at"} <= set(one)
     (model,) = status["models"]
-    assert model["model_id"] == session.model_id and model["rank"] == 8
-    assert {"policy_version", "last_request_at"} <= set(model)
-    assert "pending" in status["futures"] and isinstance(status["errors"], list)
+    assert (model["model_id"], model["session_id"], model["rank"]) == (session.model_id, session.session_id, 8)
+    assert {"state", "next_seq", "num_unfinished", "num_waiting", "last_request"} <= set(model)
+    assert "pending" in status["futures"] and {"samplers", "errors"} <= set(status)
 
 
 async def prepare(url: str) -> Session:
@@ -79,10 +80,8 @@ async def prepare(url: str) -> Session:
         await session.post("create_session", display_name="<img src=x onerror=alert(1)>")
         await session.operate("save_weights", path="final")
         await session.operate("save_weights_for_sampler", path="final")
-        failed = await session.post(
-            "create_model", session_id=session.session_id, model_seq_id=1, base_model=MODEL, lora_config={"rank": 4096}
-        )
-        await session.result(failed)
+        failed = await session.operate("optim_step", adam_params={})
+        assert failed["category"] == "user"
     return session
 
 
@@ -93,6 +92,7 @@ if find_chromium() is not None:
     def test_the_page_in_a_browser(tmp_path):
         app = make_app(tmp_path)
         engine = FakeEngine(str(tmp_path / "engine.sock"), model_name=MODEL)
+        engine.failures[OptimStep] = "user: out of luck"
         with engine, listening(app) as url, Browser(tmp_path / "browser") as page:
             session = asyncio.run(prepare(url))
             page.open(f"{url}/")
@@ -104,7 +104,7 @@ if find_chromium() is not None:
             # A name is shown as it is, not run.
             assert "<img src=x onerror=alert(1)>" in text(page, "sessions")
             assert page.evaluate("document.images.length") == 0
-            assert "4096" in text(page, "errors")
+            assert "out of luck" in text(page, "errors")
             assert MODEL in page.evaluate("document.querySelector('h1').textContent")
             assert page.evaluate("document.querySelectorAll('#figures div').length") == 8
             page.wait("document.querySelectorAll('#phases i').length > 0")
@@ -123,8 +123,8 @@ def text(page: Browser, id: str) -> str:
 
 
 def click(page: Browser, path: str, label: str) -> None:
-    found = f"[...document.querySelectorAll('button')].find(b => b.dataset.path === '{path}' && b.textContent === '{label}')"
-    page.evaluate(f"{found}.click()")
+    wanted = f"b => b.dataset.path === '{path}' && b.textContent === '{label}'"
+    page.evaluate(f"[...document.querySelectorAll('button')].find({wanted}).click()")
 
 
 def delete_one(page: Browser, path: str) -> None:

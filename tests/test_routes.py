@@ -17,6 +17,8 @@ from fake_engine import FakeEngine
 from served import HEADERS, MODEL, Session, client_of, listening, make_app, served
 from tinker.proto import tinker_public_pb2 as pb
 
+from locojax.hosts.protocol import OptimStep
+
 PROTOBUF = "application/x-protobuf"
 
 
@@ -154,14 +156,10 @@ def test_a_poll_that_waits_is_answered_408_with_a_reason(tmp_path):
 
 def test_a_failed_future_is_an_answer_not_a_status(tmp_path):
     async def body():
-        async with served(tmp_path) as client:
+        async with served(tmp_path, failures={OptimStep: "user: out of luck"}) as client:
             session = await Session(client).open()
-            promise = await session.post(
-                "create_model", session_id=session.session_id, model_seq_id=1, base_model=MODEL,
-                lora_config={"rank": 4096},
-            )  # fmt: skip
-            failed = await session.result(promise)
-            assert failed["category"] == "user" and "4096" in failed["error"]
+            failed = await session.operate("optim_step", adam_params={})
+            assert failed["category"] == "user" and "out of luck" in failed["error"]
 
     asyncio.run(body())
 
@@ -191,7 +189,7 @@ def test_unknown_paths_are_404_in_json(tmp_path, method, path):
         ("retrieve_future", b'{"request_id": "nobody"}', 404, "nobody"),
         ("forward_backward", b"\xff\xff", 415, "Content-Type"),
         ("asample", b"{}", 422, "prompt"),
-        ("save_weights", b'{"model_id": "m", "path": "x"}', 422, "seq_id is missing"),
+        ("save_weights", b'{"model_id": "m", "path": "x"}', 422, "seq_id: Field required"),
         ("load_weights", b'{"path": "tinker://a/weights/b"}', 422, "give session_id and model_seq_id"),
         (
             "create_custom_loss",

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pydantic.json_schema
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -69,10 +71,11 @@ def create_app(service: Service, *, keys: auth.KeyRing, load_tokenizer: Callable
     app = FastAPI(
         title="LoCoJAX, a Tinker server", version=locojax.__version__, docs_url=None, redoc_url=None, lifespan=lifespan
     )
+    sampling = SamplingRoutes(service, workers)
     for routes in (
         SessionRoutes(service, workers),
         TrainingRoutes(service, workers),
-        SamplingRoutes(service, workers),
+        sampling,
         CheckpointRoutes(service, workers),
         PageRoutes(service, metrics),
         OpenAIRoutes(service, workers, load_tokenizer),
@@ -82,8 +85,22 @@ def create_app(service: Service, *, keys: auth.KeyRing, load_tokenizer: Callable
     app.add_exception_handler(RequestValidationError, _refused_parameters)
     app.add_exception_handler(HTTPException, _no_such_route)
     app.add_middleware(Gate, keys=keys, metrics=metrics)
+    app.state.drain = sampling.drain
     app.openapi = _Schema(app)  # type: ignore[method-assign]  # FastAPI's documented way to extend it
     return app
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which would wait for every long poll when it is told to stop."""
+
+    def __init__(self, app: FastAPI, **settings: Any):
+        """`settings`: of `uvicorn.Config`."""
+        super().__init__(uvicorn.Config(app, log_config=None, access_log=False, ws="none", **settings))
+        self._drain = app.state.drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._drain()
+        await super().shutdown(sockets)
 
 
 class Gate:

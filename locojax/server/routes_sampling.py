@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
@@ -11,7 +12,10 @@ from locojax.server import requests, wire_results, wire_sample
 from locojax.server.futures import FutureAnswer
 from locojax.server.routes_base import Routes, Workers, answer, read_body
 from locojax.server.service import Service
+from locojax.server.service_sampling import target_layout
 from locojax.server.wire_content import MAX_BODY_BYTES
+
+T = TypeVar("T")
 
 _BINARY_KINDS = ("forward_backward", "forward", "sample")
 
@@ -22,6 +26,8 @@ class SamplingRoutes(Routes):
     def __init__(self, service: Service, workers: Workers):
         self._desk, self._futures = service.sampling, service.futures
         self._workers = workers
+        self._polls: set[asyncio.Task[Any]] = set()
+        self._draining = False
 
     def table(self) -> Sequence[tuple[str, str, Callable[..., Any], type[requests.Request] | None]]:
         return [
@@ -62,7 +68,9 @@ class SamplingRoutes(Routes):
     async def retrieve(self, request: Request) -> Response:
         """Waits for the result; 408 with a reason when it takes longer than a poll should."""
         body = await self._workers.parse(request, requests.RetrieveFuture)
-        found = await self._futures.retrieve(body.request_id)
+        found = await self._poll(self._futures.retrieve(body.request_id))
+        if found is None:
+            return answer(FutureAnswer(body.request_id, "pending", "").try_again(), 408)
         if found.state == "pending":
             return answer(found.try_again(), 408)
         response = await self._encode(found, request.headers.get("accept"))
@@ -76,13 +84,14 @@ class SamplingRoutes(Routes):
             return answer(found.error_body())
         if found.kind not in _BINARY_KINDS:
             return answer(found.result)
-        media_type, body = await self._workers.run(wire_results.encode, found.result, accept)
+        layout = target_layout(found.detail)
+        media_type, body = await self._workers.run(wire_results.encode, found.result, accept, layout)
         return Response(body, media_type=media_type)
 
     async def retrieve_many(self, request: Request) -> Response:
         body = await self._workers.parse(request, requests.RetrieveFutures, requests.MAX_TELEMETRY_BYTES)
-        return answer(
-            await self._futures.retrieve_many(
+        found = await self._poll(
+            self._futures.retrieve_many(
                 body.target.sampling_session_id,
                 cloned_sampler_id=body.target.cloned_sampler_id,
                 prev_cursor=body.prev_cursor,
@@ -90,6 +99,31 @@ class SamplingRoutes(Routes):
                 retrieved_request_ids=tuple(body.retrieved_request_ids),
             )
         )
+        return answer({"completions": [], "cursor": body.prev_cursor} if found is None else found)
+
+    async def _poll(self, waiting: Coroutine[Any, Any, T]) -> T | None:
+        """What is waited for; None when the server stops meanwhile: the client asks again, whoever answers then."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._draining:
+            waiting.close()
+            return None
+        self._polls.add(task)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if not self._draining:
+                raise
+            task.uncancel()  # it was `drain`
+            return None
+        finally:
+            self._polls.discard(task)
+
+    def drain(self) -> None:
+        """The server stops: polls are answered now, not in half a minute."""
+        self._draining = True
+        for task in self._polls:
+            task.cancel()
 
     async def cancel(self, request: Request) -> Response:
         body = await self._workers.parse(request, requests.CancelFuture)

@@ -87,7 +87,7 @@ class SessionRoutes(Routes):
 
     async def own_key(self) -> Response:
         """`tinker auth login` asks whether its key is good; that it came here says so."""
-        details = {"org_details": {}, "user_details": {}}
+        details: dict[str, dict[str, str]] = {"org_details": {}, "user_details": {}}
         return answer({"key_id": 0, "name": "local", "note": "a key of this LoCoJAX server", "details": details})
 
     async def forget_key(self) -> Response:

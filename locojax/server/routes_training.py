@@ -76,16 +76,15 @@ class TrainingRoutes(Routes):
     async def optim_step(self, request: Request) -> Response:
         body = await self._workers.parse(request, requests.OptimStep)
         adam = body.adam_params
-        promise = await self._desk.optim_step(body.model_id, _sequence(body.seq_id), adam.params(), optimizer=adam.type)
+        promise = await self._desk.optim_step(body.model_id, body.seq_id, adam.params(), optimizer=adam.type)
         return answer(promise.as_json())
 
     async def save_weights(self, request: Request) -> Response:
         body = await self._workers.parse(request, requests.SaveWeights)
-        seq_id = _sequence(body.seq_id)
         promise = await self._desk.save_weights(
             body.model_id,
-            seq_id,
-            body.path or f"checkpoint-{seq_id:06d}",
+            body.seq_id,
+            body.name,
             ttl_seconds=body.ttl_seconds,
             overwrite=body.overwrite,
             user_metadata=body.user_metadata,
@@ -116,7 +115,7 @@ class TrainingRoutes(Routes):
         body = await self._workers.parse(request, requests.SaveWeightsForSampler)
         promise = await self._desk.save_weights_for_sampler(
             body.model_id,
-            _sequence(body.seq_id),
+            body.seq_id,
             path=body.path,
             sampling_session_seq_id=body.sampling_session_seq_id,
             kind=body.kind,
@@ -129,7 +128,7 @@ class TrainingRoutes(Routes):
         body = await self._workers.parse(request, requests.SaveWeightsExternal)
         promise = await self._desk.save_weights_external(
             body.model_id,
-            _sequence(body.seq_id),
+            body.seq_id,
             body.path,
             ttl_seconds=body.ttl_seconds,
             age_encryption_recipients=tuple(body.age_encryption_recipients or ()),

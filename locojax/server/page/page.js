@@ -4,9 +4,9 @@
 const REFRESH_MS = 2000;
 const WINDOW_SECONDS = 60; // phases and rates are of about the last minute
 const HEADERS = { "X-Requested-With": "locojax-page" };
-const PHASES = ["prefill", "decode", "train", "optim", "save", "load", "warm_up", "other", "idle"];
+const PHASES = ["prefill", "decode", "pack", "train", "optim", "publish", "save", "load", "warm_up", "other", "idle"];
 
-const history = []; // {time, seconds, totals} of past refreshes, oldest first
+const past = []; // {time, seconds, totals} of past refreshes, oldest first
 let pageSize = 20;
 
 const byId = (id) => document.getElementById(id);
@@ -55,33 +55,32 @@ function ago(time, now) {
 }
 
 function rate(name) { // per second, over the window
-  if (history.length < 2) return 0;
-  const [first, last] = [history[0], history[history.length - 1]];
+  if (past.length < 2) return 0;
+  const [first, last] = [past[0], past[past.length - 1]];
   const passed = last.time - first.time;
   return passed > 0 ? Math.max(0, (last.totals[name] ?? 0) - (first.totals[name] ?? 0)) / passed : 0;
 }
 
 function remember(status) {
   const engine = status.engine;
-  const last = history[history.length - 1];
+  const last = past[past.length - 1];
   // A new engine process counts from zero.
-  if (last && last.starts !== engine.num_restarts) history.length = 0;
-  history.push({ time: status.server.now, seconds: engine.seconds, totals: engine.totals, starts: engine.num_restarts });
-  while (history.length > 2 && history[0].time < status.server.now - WINDOW_SECONDS) history.shift();
+  if (last && last.starts !== engine.num_restarts) past.length = 0;
+  past.push({ time: status.server.now, seconds: engine.seconds, totals: engine.totals, starts: engine.num_restarts });
+  while (past.length > 2 && past[0].time < status.server.now - WINDOW_SECONDS) past.shift();
 }
 
 function showFigures(status) {
   const { engine, futures } = status;
   const gauges = engine.gauges;
-  const queued = Object.values(engine.queues).reduce((sum, n) => sum + n, 0);
   const figures = [
     ["sampled tokens/s", number(rate("sampled_tokens"))],
     ["trained tokens/s", number(rate("trained_tokens"))],
     ["running samples", number(gauges.num_running_samples)],
     ["waiting samples", number(gauges.num_waiting_samples)],
-    ["queued operations", number(queued)],
+    ["queued operations", number(gauges.num_queued_operations)],
     ["open futures", number(futures.pending)],
-    ["optimizer steps", number(engine.totals.optimizer_steps)],
+    ["samplers", number(status.samplers.length)],
     ["engine restarts", number(engine.num_restarts)],
   ];
   byId("figures").replaceChildren(...figures.map(([label, value]) => {
@@ -92,8 +91,8 @@ function showFigures(status) {
 }
 
 function showPhases() {
-  const [first, last] = [history[0], history[history.length - 1]];
-  const since = history.length > 1 ? first.seconds : {};
+  const [first, last] = [past[0], past[past.length - 1]];
+  const since = past.length > 1 ? first.seconds : {};
   const spent = Object.fromEntries(
     Object.entries(last.seconds).map(([name, value]) => [name, Math.max(0, value - (since[name] ?? 0))]));
   const names = [...PHASES.filter((name) => name in spent), ...Object.keys(spent).filter((n) => !PHASES.includes(n))];
@@ -142,35 +141,36 @@ function showTable(id, columns, rows, none) {
 }
 
 function showModels(status) {
-  const queues = status.engine.queues;
   showTable("models", [
     ["model", (m) => m.model_id, "path"],
     ["rank", (m) => m.rank, "number"],
-    ["steps", (m) => number(m.policy_version), "number"],
-    ["queued", (m) => number(queues[m.model_id]), "number"],
-    ["last request", (m) => ago(m.last_request_at, status.server.now)],
+    ["state", (m) => m.state],
+    ["operations so far", (m) => number(m.next_seq - 1), "number"],
+    ["unfinished", (m) => number(m.num_unfinished), "number"],
+    ["waiting for earlier ones", (m) => number(m.num_waiting), "number"],
+    ["last request", (m) => ago(m.last_request, status.server.now)],
   ], status.models, "No model is being trained.");
 }
 
 function showSessions(status) {
+  const count = (id) => status.models.filter((model) => model.session_id === id).length;
   showTable("sessions", [
     ["session", (s) => s.session_id, "path"],
     ["name", (s) => s.display_name],
-    ["models", (s) => number(s.num_models), "number"],
-    ["samplers", (s) => number(s.num_samplers), "number"],
+    ["models", (s) => number(count(s.session_id)), "number"],
     ["client", (s) => s.sdk_version],
     ["begun", (s) => ago(s.created_at, status.server.now)],
-    ["last heartbeat", (s) => ago(s.last_heartbeat_at, status.server.now)],
+    ["last heartbeat", (s) => `${duration(s.seconds_since_heartbeat)} ago`],
   ], status.sessions, "No client is connected.");
 }
 
 function showErrors(status) {
   const list = byId("errors");
-  list.classList.toggle("empty", status.errors.length === 0);
-  list.replaceChildren(...(status.errors.length === 0 ? [element("li", "None.")] : status.errors.map((error) => {
-    const line = element("li", error.message);
-    line.prepend(element("span", `${[ago(error.time, status.server.now), error.where].filter(Boolean).join(", ")}: `,
-      { class: "faint" }));
+  const errors = [...status.errors].reverse(); // newest first
+  list.classList.toggle("empty", errors.length === 0);
+  list.replaceChildren(...(errors.length === 0 ? [element("li", "None.")] : errors.map((error) => {
+    const line = element("li", error.error);
+    line.prepend(element("span", `${ago(error.time, status.server.now)}, ${error.kind}: `, { class: "faint" }));
     return line;
   })));
 }
@@ -233,10 +233,10 @@ function showState(status) {
   const state = byId("state");
   state.dataset.state = engine.state === "ready" ? "ready" : "starting";
   state.textContent = engine.state === "ready" ? "ready" : engine.doing || engine.state;
-  byId("model").textContent = engine.info?.model_name ?? "";
   const info = engine.info;
+  byId("model").textContent = info.model_name ?? "";
   const facts = [`version ${status.server.version}`, `up ${duration(status.server.now - status.server.started)}`];
-  if (info) facts.push(`${info.max_adapters} adapters of rank ${info.max_rank} at most`, `context ${number(info.max_context)} tokens`);
+  if (info.model_name) facts.push(`${info.max_adapters} adapters of rank ${info.max_rank} at most`, `context ${number(info.max_context)} tokens`);
   byId("footer").textContent = facts.join(" · ");
 }
 
@@ -261,7 +261,7 @@ byId("more").addEventListener("click", () => { pageSize = Math.min(pageSize * 2,
 
 async function run() {
   for (;;) {
-    if (!document.hidden) await refresh();
+    if (!document.hidden || past.length === 0) await refresh();
     await new Promise((resolve) => setTimeout(resolve, REFRESH_MS));
   }
 }
