@@ -14,9 +14,11 @@ from conformance.client import (
     API_KEY,
     TEXTS,
     Client,
+    close_to,
     datum,
     equal,
     fingerprint,
+    scored,
     session_of,
     since,
     train,
@@ -148,6 +150,21 @@ def probe_repeated_sample(client: Client) -> None:
     assert len(set(answers[0]["sample_sequence_ids"])) == 2
     other = client.post("asample", **{**body, "num_samples": 3})
     assert other.status_code in (400, 422), other.text
+
+
+@since("0.38")
+def probe_a_save_sees_what_came_before_it(client: Client) -> None:
+    """A queue [pass, step, save, pass, step]: what is saved are the weights between, though nothing was waited for."""
+    model_id, twin = client.raw_model(), client.raw_model()
+    answers = [post_pass(client, model_id, 1, TEXTS[0]), post_step(client, model_id, 2)]
+    saved = client.post("save_weights_for_sampler", model_id=model_id, seq_id=3, path="middle")
+    answers += [post_pass(client, model_id, 4, TEXTS[0]), post_step(client, model_id, 5)]
+    answers += [post_pass(client, twin, 1, TEXTS[0]), post_step(client, twin, 2)]
+    for answer in answers:
+        assert "error" not in client.result(answer)
+    path = client.result(saved)["path"]
+    got = scored(client.service().create_sampling_client(model_path=path), TEXTS[0])[1:]
+    close_to(got, state(client, twin, 3)[0], 1e-3)
 
 
 def probe_pipelined_equals_sequential(client: Client) -> None:

@@ -51,9 +51,9 @@ def teach_eos(client: Client) -> tinker.TrainingClient:
     trainer = client.trainer(rank=8)
     tokens = [*PROMPT, ANSWER, EOS, ANSWER - 1]
     weights = [0.0] * (len(PROMPT) - 1) + [1.0, 1.0, 1.0]
-    for _ in range(30):
+    for _ in range(40):
         trainer.forward_backward([datum(tokens, weights)], "cross_entropy")
-        step = trainer.optim_step(types.AdamParams(learning_rate=0.05))
+        step = trainer.optim_step(types.AdamParams(learning_rate=0.003))
     step.result()
     return trainer
 
@@ -316,22 +316,6 @@ def probe_new_weights_are_not_served_from_an_old_cache(client: Client) -> None:
         sampler = trainer.create_sampling_client(path)
         drawn(sampler)
         close_to(scored(sampler, PROMPT)[1:], forward(trainer, [datum(PROMPT)])[0], 1e-3)
-
-
-def probe_a_save_sees_what_came_before_it(client: Client) -> None:
-    """A queue [train, save, train]: the saved weights are those between, though nothing was waited for."""
-    trainer = client.trainer()
-    adam = types.AdamParams(learning_rate=0.02)
-    futures: list[Any] = [trainer.forward_backward([datum(PROMPT)], "cross_entropy"), trainer.optim_step(adam)]
-    saved = trainer.save_weights_for_sampler("middle")
-    futures += [trainer.forward_backward([datum(PROMPT)], "cross_entropy"), trainer.optim_step(adam)]
-    for future in futures:
-        future.result()
-    twin = client.trainer()
-    train(twin, [PROMPT], steps=1)
-    close_to(
-        scored(trainer.create_sampling_client(saved.result().path), PROMPT)[1:], forward(twin, [datum(PROMPT)])[0], 1e-4
-    )
 
 
 def probe_a_short_request_does_not_wait_for_a_long_one(client: Client) -> None:
