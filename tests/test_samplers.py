@@ -1,4 +1,4 @@
-"""Samplers over one engine: snapshots, rows that come and go, and what a sample may ask for, against the plain oracle."""
+"""Samplers over one engine: snapshots, rows that come and go, and what a sample may ask for, against an oracle."""
 
 import dataclasses
 
@@ -204,7 +204,8 @@ def test_everything_that_may_be_asked_of_a_prompt(shared, convention):
     targets = np.random.default_rng(0).integers(0, VOCAB, (len(prompt) - 1, 3))
     targets[2, 1] = -1
     asked = sample("base", prompt, max_tokens=5, temperature=temperature, prompt_logprobs=True, topk_prompt_logprobs=3,
-                   target_prompt_logprobs=targets, prompt_alt_tokens=3, topk_sample_logprobs=2, num_samples=2)  # fmt: skip
+                   target_prompt_logprobs=targets, prompt_alt_tokens=3, topk_sample_logprobs=2,
+                   num_samples=2)  # fmt: skip
     made.add("all", asked)
     made.add("last", dataclasses.replace(asked, prompt_logprobs_last_n=4))
     done = run(made)
