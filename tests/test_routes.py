@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
 import tarfile
 import time
+from collections.abc import Callable
 
 import httpx
 import numpy as np
@@ -535,3 +537,37 @@ def wait_until_ready(url: str) -> None:
     while httpx.get(f"{url}/api/v1/healthz").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_polls_are_answered_when_the_server_stops(tmp_path):
+    async def body(url: str, stopping: asyncio.Event):
+        async with httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60) as client:
+            session = await Session(client).open()
+            promise = await session.post("optim_step", model_id=session.model_id, seq_id=2, adam_params={})
+            ask = {"request_id": promise["request_id"]}
+            polls = [asyncio.create_task(client.post("/api/v1/retrieve_future", json=ask)) for _ in range(20)]
+            await asyncio.sleep(0.5)
+            stopping.set()
+            return [(answer.status_code, answer.json()["type"]) for answer in await asyncio.gather(*polls)]
+
+    async def run() -> list[tuple[int, str]]:
+        # The server in a thread, its client here, so that it can be stopped while polls wait.
+        stopping, stopped = asyncio.Event(), asyncio.Event()
+
+        async def stop(leave: Callable[[], None]) -> None:
+            await stopping.wait()
+            await asyncio.to_thread(leave)
+            stopped.set()
+
+        with contextlib.ExitStack() as stack:
+            url = stack.enter_context(listening(make_app(tmp_path)))
+            await asyncio.to_thread(wait_until_ready, url)
+            task = asyncio.create_task(stop(stack.close))
+            began = time.monotonic()
+            found = await body(url, stopping)
+            await task
+            assert stopped.is_set() and time.monotonic() - began < 10
+            return found
+
+    with FakeEngine(str(tmp_path / "engine.sock"), model_name=MODEL):
+        assert set(asyncio.run(run())) == {(408, "try_again")}
