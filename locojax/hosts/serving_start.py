@@ -28,10 +28,8 @@ from locojax.training.losses import LOSSES
 from locojax.training.platform import auto_dtype
 from locojax.training.programs import Tree
 from locojax.training.tenants import TenantSettings, TenantTrainer
-from locojax.types import SampleRequest, SamplingParams
 
 AUTO_ROW_TOKENS = 1024
-WARM_UP_TOKENS, WARM_UP_GROUP = 64, 8
 
 
 def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Callable[[str], None]) -> Loop:
@@ -57,7 +55,7 @@ def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Call
             progress("compiling the programs for training")
             trainer.warm_up()
             progress("compiling the programs for sampling")
-            _warm_up_sampling(engine, settings)
+            engine.warm_up_server()
     info = EngineInfo(
         incarnation=uuid.uuid4().hex,
         model_name=base.name,
@@ -124,6 +122,7 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
             max_prefill_tokens=settings.max_prefill_tokens,
             max_iterations=settings.max_iterations,
             kv_bytes=settings.kv_bytes,
+            layout="rows",
             max_context=settings.max_context,
             logprobs_of=settings.logprobs_of,
             dtype=dtype,
@@ -139,16 +138,3 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
 @partial(jax.jit, static_argnames=("spec", "dtype"))
 def _unstacked(params: Tree, spec: ModelSpec, dtype: str) -> Tree:
     return decoder.unstack(params, spec, jnp.dtype(dtype))
-
-
-def _warm_up_sampling(engine: Engine, settings: ServeSettings) -> None:
-    """Compiles what short prompts and completions need, alone and as a full batch of groups."""
-    params = SamplingParams(max_tokens=WARM_UP_TOKENS)
-    prompt = (0,) * WARM_UP_TOKENS
-    alone = SampleRequest("alone", prompt, params)
-    groups = [
-        SampleRequest(f"group {i}", prompt, params, num_samples=WARM_UP_GROUP)
-        for i in range(max(settings.max_slots // WARM_UP_GROUP, 1))
-    ]
-    for requests in ([alone], groups):
-        engine.warm_up(requests)
