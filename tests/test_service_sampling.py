@@ -101,6 +101,40 @@ def test_sampling_sessions(tmp_path):
     run(test())
 
 
+def test_old_snapshots_are_dropped_and_say_so(tmp_path):
+    """Each step of an RL loop makes one, and no client ever closes one."""
+
+    async def test():
+        async with serving(tmp_path, max_snapshots_per_model=3) as (service, engine):
+            model = await model_of(service, await session_of(service))
+            samplers = []
+            for number in range(6):
+                samplers.append(await _ephemeral(service, model, number + 1, number))
+                await _policy(service, samplers[0], number)  # a reference that is used all along
+            await until(lambda: len([one for one in engine.samplers if ":sample:" in one]) == 3)
+            assert set(engine.samplers) == {samplers[0], samplers[4], samplers[5]}
+            with pytest.raises(
+                ServiceError, match="only the 3 snapshots of a model"
+            ) as gone:
+                await service.sampling.asample(sample_body(samplers[2], 0))
+            assert gone.value.status == 410 and "save_weights_for_sampler" in gone.value.detail
+
+    run(test())
+
+
+def test_an_answer_that_makes_no_sense_fails_its_request(tmp_path, caplog):
+    async def test():
+        async with serving(tmp_path) as (service, engine):
+            session = await session_of(service)
+            sampler = (await service.sampling.create_session(session, 0, base_model=MODEL))["sampling_session_id"]
+            engine._sample = lambda operation: p.Sampled(())
+            promise = await service.sampling.asample(sample_body(sampler, 0, record=True))
+            category, text = await failure(service, promise)
+            assert category == "server" and "could not use the engine's answer" in text
+
+    run(test())
+
+
 def test_older_clients_sample_without_a_session(tmp_path):
     async def test():
         async with serving(tmp_path) as (service, _):

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from locojax.server import store_results
 from locojax.server.service_errors import ServiceError
 from locojax.server.service_settings import ServiceSettings
-from locojax.server.store import Store, row
+from locojax.server.store import Job, Store, row
 from locojax.server.store_tables import FUTURES, RESULTS, FutureRecord
 
 log = logging.getLogger(__name__)
@@ -248,14 +248,19 @@ class Futures:
         if record.operation_id is not None:
             self._by_operation[record.operation_id] = record
 
-    async def save(self, record: FutureRecord) -> None:
-        """Returns when the request is on disk: it is then safe to promise an answer."""
+    async def save(self, record: FutureRecord, together: Job | None = None) -> None:
+        """Returns when the request is on disk: it is then safe to promise an answer.
+
+        `together`: what must be written with it, or not at all.
+        """
         values = row(record)
 
         def job(connection: sa.Connection) -> None:
             # A sample that is asked for once more, after its result was given up, takes its own place.
             _delete(connection, [record.request_id])
             connection.execute(sa.insert(FUTURES), values)
+            if together is not None:
+                together(connection)
 
         await self._store.write(job)
 
@@ -358,10 +363,17 @@ class Futures:
         return {state: counter[state] for state in ("pending", "done", "failed")}
 
     def _drop(self, request_ids: list[str]) -> Any:
+        logs = set()
         for request_id in request_ids:
-            self._records.pop(request_id, None)
+            record = self._records.pop(request_id, None)
             self._results.pop(request_id, None)
             self._unstored.discard(request_id)
+            if record is not None and record.kind == "sample":
+                logs.add((record.owner, record.seq // CLONE))
+        for events in [self._logs[key].events for key in logs if key in self._logs]:
+            # A client that polls each request by itself never reads its log.
+            while events and events[0][1]["request_id"] not in self._records:
+                events.popleft()
         return self._store.submit(lambda connection: _delete(connection, request_ids))
 
 

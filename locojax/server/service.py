@@ -1,4 +1,4 @@
-"""The Tinker API without HTTP: what each endpoint does, over a store, an engine connection and the futures between them.
+"""The Tinker API without HTTP: what each endpoint does, over a store, an engine connection and futures between them.
 
 `Service` is put together here, and is nothing but its parts:
 
@@ -28,6 +28,7 @@ from locojax.server.futures import Futures
 from locojax.server.service_checkpoints import CheckpointDesk
 from locojax.server.service_engine import EngineDesk
 from locojax.server.service_errors import ServiceError
+from locojax.server.service_lifecycle import Models
 from locojax.server.service_names import ModelNames
 from locojax.server.service_provenance import SequenceBook
 from locojax.server.service_sampling import SamplingDesk
@@ -73,8 +74,9 @@ class Service:
         self.sampling = SamplingDesk(
             store, settings, self.futures, engine, self.sessions, names, self.checkpoints, sequences
         )
+        self._models = Models(store, settings, self.futures, engine, self.sessions, self.checkpoints)
         self.training = TrainingDesk(
-            store, settings, self.futures, engine, self.sessions, names, self.checkpoints, self.sampling, sequences
+            settings, self.futures, engine, names, self._models, self.checkpoints, self.sampling, sequences
         )
         self.futures.explain = self._explain
         self.futures.missing = self._missing
@@ -101,7 +103,7 @@ class Service:
         self.futures.load()
         writing = {one.detail["directory"] for one in self.futures.pending() if "directory" in one.detail}
         self.checkpoints.load(writing)
-        self.training.load()
+        self._models.load()
         self.sampling.load()
         self._engine.link.start()
         self._upkeep = asyncio.create_task(self._keep_up(), name="service-upkeep")
@@ -143,7 +145,7 @@ class Service:
             "engine": self._engine_status(),
             "futures": self.futures.counts(),
             "sessions": [self._session_status(session) for session in self.sessions.active()],
-            "models": [self._model_status(line) for line in self.training.lines()],
+            "models": [self._model_status(line) for line in self._models.lines()],
             "samplers": [
                 {"sampler_id": one.sampler_id, "kind": one.kind, "model_path": one.model_path, "model_id": one.model_id}
                 for one in self.sampling.samplers()
@@ -196,15 +198,15 @@ class Service:
     # What the futures ask of the desks.
 
     def _explain(self, record: FutureRecord) -> tuple[str, str | None]:
-        return self.sampling.explain(record) if record.kind == "sample" else self.training.explain(record)
+        return self.sampling.explain(record) if record.kind == "sample" else self._models.explain(record)
 
     def _stop(self, record: FutureRecord) -> None:
-        (self.sampling if record.kind == "sample" else self.training).stop(record)
+        (self.sampling if record.kind == "sample" else self._models).stop(record)
 
     def _missing(self, request_id: str) -> ServiceError:
         """A request of a model or sampling session that we know was there once, or may as well be sent again."""
         owner, _, last = request_id.rpartition(":")
-        if (self.training.knows(owner) and self.training.used(owner, last)) or self.sampling.knows(owner):
+        if (self._models.knows(owner) and self._models.used(owner, last)) or self.sampling.knows(owner):
             return ServiceError(
                 410,
                 f"The result of the request {request_id} is no longer kept",
@@ -231,7 +233,5 @@ class Service:
                     await self.checkpoints.expire(now)
                     await self._sequences.trim(now)
                     self.sampling.tick(now)
-            except (
-                Exception
-            ):  # a full disk or a database that is away must not end all upkeep: the next tick tries again
+            except Exception:  # a full disk or an absent database must not end all upkeep: the next tick tries again
                 log.exception("Upkeep failed; trying again in %g s", self._settings.tick)

@@ -113,7 +113,7 @@ class CheckpointDesk:
         return self._signer.url(base_url, str(path), expires), iso_time(expires)
 
     async def verify_download(self, path: str, expires: str, signature: str) -> pathlib.Path:
-        """The file (or, for an archive, the directory) that a signed URL names. 403: forged or expired. 404: deleted."""
+        """The file (or, for an archive, the directory) that a signed URL names. 403: forged, expired. 404: deleted."""
         self._signer.verify(path, expires, signature, time.time())
         # A checkpoint's name may hold a "#"; a file's name can't be longer than what follows the last one.
         whole, separator, name = path.rpartition("#")

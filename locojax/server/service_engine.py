@@ -161,7 +161,12 @@ class EngineDesk:
                 category, message = not_done(record, category, message)  # type: ignore[assignment]
             self._futures.fail(record, message, category)
             return
-        result = self._done[record.kind](record, answer.result)
+        try:
+            result = self._done[record.kind](record, answer.result)
+        except Exception as error:  # an answer that isn't what was asked for must end its request all the same
+            log.exception("The answer to %s could not be used", record.request_id)
+            self._futures.fail(record, f"The server could not use the engine's answer: {error}", "server")
+            return
         if inspect.isawaitable(result):
             task = asyncio.ensure_future(self._end_later(record, result))
             self._tasks.add(task)

@@ -92,13 +92,13 @@ class Slots:
     """
 
     def __init__(self) -> None:
-        self.held: dict[str, Line] = {}
+        self.held: dict[str, Line | None] = {}  # None: of a session that ended while this process was away
         self.leaving: set[str] = set()
 
-    def taken(self, lines: list[Line], max_adapters: int) -> str:
+    def taken(self, max_adapters: int) -> str:
         """The error of a creation for which there is no room."""
         now = time.time()
-        holders = ", ".join(line.describe(now) for line in lines)
+        holders = ", ".join(line.describe(now) for line in self.held.values() if line is not None)
         return (
             f"All {max_adapters} adapter slots of this server are taken. Held by: {holders}. "
             "Close a client that is no longer needed (its session then ends and its models are freed), wait for a dead "

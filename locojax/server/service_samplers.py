@@ -1,4 +1,4 @@
-"""The samplers that the engine holds for us: opened when they are needed, again after it was restarted, closed when idle.
+"""The samplers that the engine holds for us: opened when needed, again after it was restarted, closed when idle.
 
 Several sampling sessions may use one: all of the base model, all of one checkpoint, all `inflight` ones of a model.
 """
@@ -49,6 +49,10 @@ class EngineSamplers:
 
     def holds(self, engine_id: str) -> bool:
         return engine_id in self._samplers
+
+    def last_used(self, engine_id: str) -> float:
+        """When it was last sampled from, or made."""
+        return self._samplers[engine_id].last_used
 
     def can_open(self, engine_id: str) -> bool:
         """It can be opened, also after a restart of the engine."""

@@ -239,7 +239,19 @@ class SamplingDesk:
         else:
             self.engine_samplers.add(engine_id, None, reopens=False)
         self._samplers[sampler_id] = sampler
+        self._drop_old(model.model_id)
         await self._store.insert(sampler)
+
+    def _drop_old(self, model_id: str) -> None:
+        """Closes a model's snapshots beyond the most, those first that were used longest ago and sample nothing."""
+        busy = {one.owner for one in self._pending.values()}
+        own = [one for one in self.samplers() if one.model_id == model_id and one.kind == "ephemeral"]
+        idle = [one for one in own if one.sampler_id not in busy]
+        idle.sort(key=lambda one: self.engine_samplers.last_used(one.engine_id))
+        for sampler in idle[: max(len(own) - self._settings.max_snapshots_per_model, 0)]:
+            sampler.state = "dropped"
+            self._store.update(sampler, "state")
+            self.engine_samplers.close(sampler.engine_id)
 
     # How sampling sessions end.
 
@@ -340,6 +352,13 @@ class SamplingDesk:
                 f"The sampling session {sampler_id} is gone: the engine process was restarted, and its weights were "
                 "only in memory",
                 remedy="Save the weights again, with a name (save_weights_for_sampler) to have them outlive a restart",
+            )
+        if sampler.state == "dropped":
+            raise ServiceError(
+                410,
+                f"The sampling session {sampler_id} was dropped: only the {self._settings.max_snapshots_per_model} "
+                "snapshots of a model that were used last are kept",
+                remedy="Save weights that you will come back to under a name: save_weights_for_sampler",
             )
         if not self.engine_samplers.holds(sampler.engine_id):
             raise ServiceError(404, f"The checkpoint {sampler.model_path} of this sampling session was deleted")

@@ -21,6 +21,8 @@ class ServiceSettings:
       delivered_retention, undelivered_retention: how long results are kept after delivery, and without one.
       provenance_retention: how long what was sampled is remembered for stable_reinforce; each use renews it.
       max_waiting_samples: above, asample is answered 429 (clients wait and come again).
+      max_snapshots_per_model: so many ephemeral samplers of a model are kept, those used last; no client ever says that
+        it needs one no more.
       max_models_per_session: a session may not hold more trainable models at once.
       url_lifetime: how long a signed download URL is valid.
       tick: how often what has run out is looked for.
@@ -36,6 +38,7 @@ class ServiceSettings:
     undelivered_retention: float = 3600.0
     provenance_retention: float = 86400.0
     max_waiting_samples: int = 20_000
+    max_snapshots_per_model: int = 16
     max_models_per_session: int = 64
     url_lifetime: float = 3600.0
     tick: float = 1.0

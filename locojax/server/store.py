@@ -85,10 +85,15 @@ class Store:
 
     def update(self, record: Any, *fields: str) -> asyncio.Future[Any]:
         """Writes these fields of a record to its row, as they are now."""
+        return self.write(self.updating(record, *fields))
+
+    @staticmethod
+    def updating(record: Any, *fields: str) -> Job:
+        """The same as a job, to be part of another write."""
         table = tables.TABLES[type(record)]
         values = {name: getattr(record, name) for name in fields}
         statement = sa.update(table).where(_same_row(table, record)).values(values)
-        return self.write(lambda connection: connection.execute(statement))
+        return lambda connection: connection.execute(statement)
 
     def delete(self, record: Any) -> asyncio.Future[Any]:
         """Removes a record's row."""

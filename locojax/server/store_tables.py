@@ -142,7 +142,7 @@ class Sampler:
     model_path: str | None
     model_id: str | None
     engine_id: str
-    state: str = "open"  # or closed (its session ended), or lost (with the engine process)
+    state: str = "open"  # or closed (its session ended), lost (with the engine process), dropped (too many since)
     num_clients: int = 0
 
 
