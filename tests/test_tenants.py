@@ -151,6 +151,10 @@ def test_a_fresh_model_is_drawn_as_a_trainers_and_equals_the_base():
         trainer.create(model_id, LORA_A, seed)
     assert bits(trainer.adapter("a")) == bits(Trainer(SPEC, base(), SETTINGS, lora=LORA_A, seed=7).trainable)
     assert bits(trainer.adapter("a")) == bits(trainer.adapter("again")) != bits(trainer.adapter("b"))
+    for parts in trainer.adapter("b").values():
+        bound = parts["a"].shape[-2] ** -0.5  # of a uniform distribution: PEFT's
+        assert 0.9 * bound < np.abs(parts["a"]).max() <= bound and abs(parts["a"].mean()) < 0.2 * bound
+        assert not parts["b"].any()
     assert trainer.model_ids == ("a", "b", "again") and trainer.lora("a") == LORA_A
     data = rollouts()[:3]
     one = Trainer(SPEC, base(), SETTINGS, lora=LORA_A)
@@ -214,7 +218,6 @@ def test_no_program_is_compiled_after_warming_up():
         trainer.create("a", LORA_A, 0)
         trainer.create("b", LoraSpec(3, attention=False), 1)
         trainer.create("c", LORA_B, 2)
-        compiled.clear()  # drawing an adapter of a new rank compiles its random numbers
         for step, (loss, config) in enumerate(CONFIGS.items()):
             works = [
                 trainer.begin("b", rollouts(seed=step)[: step + 1], loss, config),

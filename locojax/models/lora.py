@@ -80,20 +80,22 @@ def adapter_parameters(spec: ModelSpec, lora: LoraSpec) -> dict[str, Any]:
 def init_adapter(spec: ModelSpec, lora: LoraSpec, seed: int) -> dict[str, Any]:
     """A fresh fp32 adapter: `a` uniform as PEFT's kaiming_uniform(sqrt 5) draws it (bound 1/sqrt(in)), `b` zero.
 
-    With `b` zero the adapted model equals its base bit for bit.
+    With `b` zero the adapted model equals its base bit for bit. The numbers are numpy's: the same on every platform,
+    and a rank that is new compiles nothing.
     """
     declared, treedef = jax.tree.flatten(
         adapter_parameters(spec, lora), is_leaf=lambda leaf: isinstance(leaf, Parameter)
     )
-    keys = jax.random.split(jax.random.key(seed), len(declared))
 
-    def draw(parameter: Parameter, key: Array) -> Array:
+    def draw(parameter: Parameter, place: int) -> np.ndarray:
         if parameter.init == "zeros":
-            return jnp.zeros(parameter.shape, jnp.float32)
-        bound = 1.0 / math.sqrt(parameter.shape[-2])
-        return jax.random.uniform(key, parameter.shape, jnp.float32, -bound, bound)
+            return np.zeros(parameter.shape, np.float32)
+        generator = np.random.default_rng([seed % 2**64, place])
+        bound = np.float32(1.0 / math.sqrt(parameter.shape[-2]))
+        return (generator.random(parameter.shape, np.float32) * 2 - 1) * bound
 
-    return jax.tree.unflatten(treedef, [draw(p, k) for p, k in zip(declared, keys, strict=True)])
+    drawn = jax.tree.unflatten(treedef, [draw(parameter, place) for place, parameter in enumerate(declared)])
+    return jax.device_put(drawn, may_alias=False)
 
 
 @jax.tree_util.register_dataclass
