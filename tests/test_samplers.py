@@ -16,7 +16,11 @@ from locojax.rollout.engine import Engine
 from locojax.rollout.settings import EngineSettings
 from locojax.types import MASKED_LOGPROB, SamplingParams
 
-SETTINGS = EngineSettings(max_slots=16, max_prefill_tokens=64, max_iterations=4)
+BYTES_PER_TOKEN = 2 * SPEC.num_layers * SPEC.kv_size * 4
+SETTINGS = EngineSettings(
+    max_slots=16, max_prefill_tokens=64, max_iterations=4, layout="rows", page_size=8,
+    kv_bytes=32768 * BYTES_PER_TOKEN,
+)  # fmt: skip
 RANK = 4
 
 

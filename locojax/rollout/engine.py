@@ -349,8 +349,8 @@ class Engine:
                     count, count, truncates=truncates, num_top=0,
                 )  # fmt: skip
         self._prefiller.prepare(self._loaded, cache, settings.page_size)
-        if self.num_adapters > 2:
-            stack = stacks.require(self._loaded.adapters)
+        stack = self._loaded.adapters
+        if stack is not None and stack.scale.ndim:
             nothing = stacks.fitted(stack, {})
             compiler.prepare("set_adapter", self._loaded.signature, stack, nothing, np.float32(0), count)
         self._layout.warm_moves(self.spec, shapes, settings.dtype)

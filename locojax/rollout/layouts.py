@@ -7,6 +7,7 @@ tokens of a row at most, K kv heads, h head dim, D hidden, N new prompts, M samp
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 from collections.abc import Collection, Sequence
@@ -112,7 +113,7 @@ class Layout(Protocol):
         """k, v [N,K,P,h] of stored prompts."""
 
 
-class _OneCache:
+class _OneCache(abc.ABC):
     """What layouts share in which a program is given the whole cache, and stores whole prompts."""
 
     pins_shapes = False
@@ -141,9 +142,9 @@ class _OneCache:
     def place_chunk(self, block: PromptBlock, start: int, count: int, num_tokens: int, capacity: int) -> Destination:
         return self.destination([block], 1, capacity)
 
+    @abc.abstractmethod
     def destination(self, prompts: Sequence[PromptBlock], count: int, capacity: int) -> Destination:
         """Host arrays for `count` >= len(prompts) prompts of up to `capacity` tokens each."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
