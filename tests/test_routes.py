@@ -571,3 +571,14 @@ def test_polls_are_answered_when_the_server_stops(tmp_path):
 
     with FakeEngine(str(tmp_path / "engine.sock"), model_name=MODEL):
         assert set(asyncio.run(run())) == {(408, "try_again")}
+
+
+def test_openai_clients_are_told_to_come_again_while_the_model_loads(tmp_path):
+    async def body():
+        app = make_app(tmp_path)
+        async with app.router.lifespan_context(app), client_of(app) as client:
+            response = await client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
+        assert response.status_code == 503
+        assert response.json()["error"]["message"].startswith("The model is not ready yet. Got: waiting for the engine")
+
+    asyncio.run(body())

@@ -7,6 +7,7 @@ What a client did wrong is a 4xx whose text says so; a 5xx is a bug of ours, log
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import secrets
@@ -120,6 +121,11 @@ class Gate:
             await (refusal or self._app)(scope, receive, watched)
         except ClientDisconnect:
             pass  # nobody is left to be answered
+        except asyncio.CancelledError:
+            # The server stops, and this has taken longer than it waits. Nothing outside could make use of the error.
+            if watched.status is None:
+                text = "The server is being stopped or restarted. Send the request again."
+                await _error(scope["path"], text, 503)(scope, receive, watched)
         except Exception:  # the last resort: a bug must reach the log with its trace, and the client as an id
             name = secrets.token_hex(6)
             _log.exception("error %s: %s %s", name, scope["method"], scope["path"])

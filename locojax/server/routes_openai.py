@@ -78,6 +78,9 @@ class OpenAIRoutes(Routes):
         return await self._sample(body, await self._workers.run(plan_chat, body, tokenizer), tokenizer)
 
     async def _ready_tokenizer(self) -> ChatTokenizer:
+        ready, health = self._service.health()
+        if not ready:  # Tinker's clients wait for futures; these would wait for their answer with nothing to see
+            raise ServiceError(503, "The model is not ready yet", got=health.get("doing"), remedy="Try again soon")
         async with self._loading:
             if self._tokenizer is None:
                 self._tokenizer = await self._workers.run(self._load)
