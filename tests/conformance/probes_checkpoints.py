@@ -29,6 +29,7 @@ from conformance.client import (
     scored,
     session_of,
     since,
+    snapshot,
     spelled,
     train,
     until,
@@ -247,7 +248,7 @@ def probe_external_weights(client: Client) -> None:
     trainer = client.trainer(rank=2)
     train(trainer)
     path = trainer.save_weights_external("out", ttl_seconds=3600).result().path
-    answer = client.rest().get_external_weights_urls(trainer.model_id, "external_weights/out").result()
+    answer = client.rest().get_external_weights_urls(path).result()
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(answer.urls)
     assert answer.expires.timestamp() > time.time() + 300
     for name, url in answer.urls.items():
@@ -281,7 +282,7 @@ def probe_copy_weights(client: Client) -> None:
     trainer = client.trainer()
     train(trainer)
     path = trainer.save_state("source").result().path
-    copy = client.rest().copy_weights(path).result()
+    copy = client.rest().copy_weights(path, destination_project_id="default").result()
     copied = copy if isinstance(copy, str) else copy.tinker_path
     assert copied != path
     client.rest().delete_checkpoint_from_tinker_path(path).result()
@@ -291,13 +292,13 @@ def probe_copy_weights(client: Client) -> None:
 
 def probe_sessions(client: Client) -> None:
     trainer = client.trainer()
-    sampler = trainer.save_weights_and_get_sampling_client()
+    sample(snapshot(trainer), TEXTS[0]).result()
     session_id, rest = session_of(trainer), client.rest()
     assert session_id in rest.list_sessions(limit=100).result().sessions
     session = rest.get_session(session_id).result()
     assert session.training_run_ids == [trainer.model_id]
-    if tinker.__version__ >= "0.25":
-        assert sampler._sampling_session_id in session.sampler_ids
+    assert len(session.sampler_ids) == 1
+    assert rest.get_sampler(session.sampler_ids[0]).result().base_model == client.base_model
 
 
 @since("0.36")

@@ -27,7 +27,7 @@ def fragile(tmp_path_factory: pytest.TempPathFactory, folder: pathlib.Path) -> I
     """A server of its own, to be killed."""
     home = tmp_path_factory.mktemp("fragile")
     (home / "local").symlink_to(folder / "local")
-    with serve(MODEL, home) as server:
+    with serve(MODEL, home, ["--no-warm-up"]) as server:  # so that a restart is quick
         yield server
 
 
