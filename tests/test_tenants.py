@@ -196,7 +196,7 @@ def test_a_step_without_a_gradient_changes_nothing():
     trainer = tenants()
     before = bits(trainer.state("a"))
     result = trainer.optim_step("a", AdamParams(1.0, weight_decay=0.5))
-    assert not result.applied and result.policy_version == 0 and result.metrics == {"learning_rate": 1.0}
+    assert not result.applied and result.policy_version == 0 and result.metrics == {"grad_norm": 0.0, "learning_rate": 1.0}
     assert result.skipped_because == "no gradient was accumulated"
     run(trainer, trainer.begin("a", rollouts(), "ppo"))
     trainer.discard("a")

@@ -296,8 +296,11 @@ class TenantTrainer:
         """
         if self._tenants:
             raise ConfigError("Warming up needs every slot free", got=f"{len(self._tenants)} models")
-        for gradient in (True, False):
-            self._compute([], 1, gradient)
+        # Compiled and not run: a micro-batch of nothing takes as long as a full one. A later call finds the program.
+        nothing = stack_rows([], self.settings.rows, self.settings.row_tokens, 1)
+        weights, accumulators = self._bank.weights, self._bank.accumulators
+        tenant_programs.accumulate.lower(weights, accumulators, self._fixed, nothing, spec=self.program).compile()
+        tenant_programs.score.lower(weights, self._fixed, nothing, spec=self.program).compile()
         everything = LoraSpec(self.settings.max_rank, unembed=True)
         hyper, slot = _hyper(AdamParams()), np.int32(0)
         self._bank, applied, _ = tenant_programs.update(self._bank, slot, ranks(self.spec, everything), hyper)
