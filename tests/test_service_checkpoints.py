@@ -52,6 +52,17 @@ def test_no_run_leads_out_of_the_folder(tmp_path, run_id):
         assert directory.resolve().is_relative_to(files.root) and directory.resolve() != files.root
 
 
+def test_nothing_written_takes_nothing_away(tmp_path):
+    files, path = CheckpointFiles(tmp_path), TinkerPath("r", "weights", "a")
+    first = files.new_directory()
+    first.mkdir()
+    (first / "f").write_text("kept")
+    assert files.place(first, path) == 4
+    with pytest.raises(FileNotFoundError, match="the engine wrote nothing"):
+        files.place(files.new_directory(), path)
+    assert (files.directory(path) / "f").read_text() == "kept"
+
+
 @pytest.mark.parametrize("path", ["", "tinker://", "tinker://a/weights", "tinker://a/weights/b/c", "tinker://a/x/b",
                                   "http://a/weights/b", "tinker:///weights/b", "tinker://a/weights/.."])  # fmt: skip
 def test_paths_that_are_refused(path):

@@ -183,6 +183,27 @@ def test_results_and_running_work_survive_a_restart_of_the_api(tmp_path):
     run(test())
 
 
+def test_an_answer_that_comes_again_changes_nothing(tmp_path):
+    """It was stored, and the process died before it was acknowledged."""
+
+    async def test():
+        with FakeEngine(socket_path()) as engine:
+            async with serving(tmp_path, engine) as (service, _):
+                model = await model_of(service, await session_of(service))
+                saving = await service.training.save_weights(model, 1, "a")
+                path = (await result(service, saving))["path"]
+                operation_id = next(one for one, operation in engine.ran if isinstance(operation, p.SaveState))
+                await until(lambda: not engine.answers)
+            engine.answers[operation_id] = p.Finished(operation_id, p.Saved(1))
+            async with serving(tmp_path, engine) as (service, _):
+                await until(lambda: engine.num_resent and not engine.answers)
+                assert (await result(service, saving))["path"] == path
+                restored = await service.training.create_model_from(model.split(":")[0], 1, path)
+                await result(service, restored)
+
+    run(test())
+
+
 def test_an_api_that_was_away_frees_what_its_dead_clients_held(tmp_path):
     """A model and a sampler that the engine has, and no session of ours, are removed."""
 

@@ -113,9 +113,7 @@ def test_old_snapshots_are_dropped_and_say_so(tmp_path):
                 await _policy(service, samplers[0], number)  # a reference that is used all along
             await until(lambda: len([one for one in engine.samplers if ":sample:" in one]) == 3)
             assert set(engine.samplers) == {samplers[0], samplers[4], samplers[5]}
-            with pytest.raises(
-                ServiceError, match="only the 3 snapshots of a model"
-            ) as gone:
+            with pytest.raises(ServiceError, match="only the 3 snapshots of a model") as gone:
                 await service.sampling.asample(sample_body(samplers[2], 0))
             assert gone.value.status == 410 and "save_weights_for_sampler" in gone.value.detail
 

@@ -107,6 +107,8 @@ class CheckpointFiles:
     def place(self, written: pathlib.Path, path: TinkerPath) -> int:
         """Puts what was written in its place, instead of what is there; returns its size in bytes."""
         final = self.directory(path)
+        if not written.is_dir():  # before what is there is taken away
+            raise FileNotFoundError(f"the engine wrote nothing at {written}")
         size = size_of(written)
         doomed = self._take_away(final)
         while True:

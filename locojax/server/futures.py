@@ -129,6 +129,8 @@ class Futures:
         self._waiters: dict[str, asyncio.Event] = {}
         self._results: collections.OrderedDict[str, Any] = collections.OrderedDict()
         self._unstored: set[str] = set()
+        self._unsaved: set[str] = set()  # entered, and `save` is still to come
+        self._delivered: list[dict[str, Any]] = []  # rows to be written at the next trim: it only matters by then
         self._logs: dict[tuple[str, int], _EventLog] = {}
         self.last_errors: collections.deque[dict[str, Any]] = collections.deque(maxlen=50)
 
@@ -174,7 +176,7 @@ class Futures:
         if record is None or record.state == "pending" or record.delivered_at is not None:
             return
         record.delivered_at = time.time()
-        self._store.update(record, "delivered_at")
+        self._delivered.append({"id": request_id, "at": record.delivered_at})
         if request_id not in self._unstored:
             self._results.pop(request_id, None)
 
@@ -244,8 +246,11 @@ class Futures:
 
     def add(self, record: FutureRecord) -> None:
         """Enters a request. `save` it when what there is to know of it at once is in it."""
+        if record.request_id in self._records:
+            self._drop([record.request_id])  # a sample that failed is tried again, in its own place
         self._records[record.request_id] = record
-        if record.operation_id is not None:
+        self._unsaved.add(record.request_id)
+        if record.operation_id is not None and record.state == "pending":
             self._by_operation[record.operation_id] = record
 
     async def save(self, record: FutureRecord, together: Job | None = None) -> None:
@@ -254,10 +259,9 @@ class Futures:
         `together`: what must be written with it, or not at all.
         """
         values = row(record)
+        self._unsaved.discard(record.request_id)
 
         def job(connection: sa.Connection) -> None:
-            # A sample that is asked for once more, after its result was given up, takes its own place.
-            _delete(connection, [record.request_id])
             connection.execute(sa.insert(FUTURES), values)
             if together is not None:
                 together(connection)
@@ -270,7 +274,8 @@ class Futures:
             self._by_operation.pop(record.operation_id, None)
         record.operation_id = operation_id
         self._by_operation[operation_id] = record
-        self._store.update(record, "operation_id")
+        if record.request_id not in self._unsaved:
+            self._store.update(record, "operation_id")
 
     def finish(self, record: FutureRecord, result: Any) -> None:
         """The request's result: JSON as a dict, or one of the two large results."""
@@ -321,10 +326,6 @@ class Futures:
         event = {"state": "failed" if record.state == "failed" else "finished", "request_id": record.request_id}
         self._logs.setdefault(key, _EventLog()).add(event)
 
-    def forget(self, record: FutureRecord) -> None:
-        """Takes a request that has ended out of the book, to be asked for anew."""
-        self._drop([record.request_id])
-
     def forget_logs(self, sampling_session_id: str) -> None:
         """A sampling session has ended: nobody polls its log any more, but for who does now."""
         for key in [key for key in self._logs if key[0] == sampling_session_id]:
@@ -337,6 +338,7 @@ class Futures:
         for record in self._store.load(FutureRecord, order_by=FUTURES.c.created_at):
             record.detail = record.detail or {}
             self.add(record)
+            self._unsaved.discard(record.request_id)
             if record.state != "pending" and record.kind == "sample" and record.delivered_at is None:
                 self._log(record)
 
@@ -353,9 +355,16 @@ class Futures:
                 is_old = record.finished_at + settings.undelivered_retention < now
             if is_old:
                 old.append(record.request_id)
+        self.write_deliveries()
         if old:
             await asyncio.wrap_future(self._drop(old))
         return len(old)
+
+    def write_deliveries(self) -> None:
+        """Writes which results were fetched, all at once; `trim` does, and so should who ends."""
+        delivered, self._delivered = self._delivered, []
+        if delivered:
+            self._store.submit(lambda connection: connection.execute(_MARK_DELIVERED, delivered))
 
     def counts(self) -> dict[str, int]:
         """How many futures there are in each state."""
@@ -377,6 +386,11 @@ class Futures:
         return self._store.submit(lambda connection: _delete(connection, request_ids))
 
 
+_MARK_DELIVERED = (
+    sa.update(FUTURES).where(FUTURES.c.request_id == sa.bindparam("id")).values(delivered_at=sa.bindparam("at"))
+)
+
+
 def _end_job(record: FutureRecord, result: Any) -> Callable[[sa.Connection], None]:
     values = {name: getattr(record, name) for name in ("state", "finished_at", "error", "category")}
     request_id = record.request_id
@@ -385,8 +399,7 @@ def _end_job(record: FutureRecord, result: Any) -> Callable[[sa.Connection], Non
         connection.execute(sa.update(FUTURES).where(FUTURES.c.request_id == request_id).values(values))
         if result is not None:
             content = store_results.encode(result)
-            connection.execute(sa.delete(RESULTS).where(RESULTS.c.request_id == request_id))
-            connection.execute(sa.insert(RESULTS).values(request_id=request_id, content=content))
+            connection.execute(sa.insert(RESULTS), {"request_id": request_id, "content": content})
 
     return job
 

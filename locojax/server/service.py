@@ -115,6 +115,7 @@ class Service:
             await asyncio.gather(self._upkeep, return_exceptions=True)
         await self._engine.link.stop()
         await self._engine.settle()
+        self.futures.write_deliveries()
         await asyncio.to_thread(self._store.close)
 
     def health(self) -> tuple[bool, dict[str, Any]]:

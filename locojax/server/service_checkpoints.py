@@ -213,7 +213,8 @@ class CheckpointDesk:
             raise ServiceError(
                 400,
                 f"The checkpoint {path} exists already",
-                remedy="Choose another name, delete it first, or save with overwrite=True",
+                remedy="Choose another name, or delete it first"
+                + (", or save with overwrite=True" if path.kind == "weights" else ""),
             )
         self._files.directory(path)  # refuses what can't be a folder
         self._writing.add(key)

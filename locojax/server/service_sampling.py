@@ -138,8 +138,6 @@ class SamplingDesk:
             request_id, "sample", session_id, owner, body.seq_id or 0, body.digest, time.time(),
             detail=_remembered(body, engine_id),
         )  # fmt: skip
-        if (before := self._futures.get(request_id)) is not None:
-            self._futures.forget(before)  # it failed: this is another try
         self._futures.add(record)
         self._pending[request_id] = record
         self.engine_samplers.run(record, dataclasses.replace(body.sample, sampler_id=engine_id))
