@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import pathlib
 import re
 import sys
@@ -61,6 +62,7 @@ ONLY_IN = {
 }
 
 
+@functools.cache
 def modules() -> list[str]:
     """Every module of the package, dotted, without "locojax." in front."""
     found = []
@@ -88,6 +90,7 @@ def imports(text: str, package: str = "locojax") -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
+@functools.cache
 def imported(module: str) -> set[str]:
     path = source(module)
     package = ".".join(["locojax", *path.relative_to(ROOT).parts[:-1]])
@@ -152,7 +155,7 @@ def test_every_package_imported_is_declared():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     declared = {re.split(r"[^\w.-]", line)[0].lower().replace("-", "_") for line in lines}
-    named = {"orbax": "orbax_checkpoint"}  # import name -> distribution, where they differ
+    named = {"orbax": "orbax_checkpoint", "google": "protobuf"}  # import name -> distribution, where they differ
     used = {name.split(".")[0] for module in modules() for name in imported(module)}
     third_party = used - sys.stdlib_module_names - {"locojax", "__future__"}
     missing = {name for name in third_party if named.get(name, name).lower() not in declared}
