@@ -31,14 +31,8 @@ from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Schedule, Scheduler
 from locojax.rollout.settings import EngineSettings, memory_and_layout
 from locojax.rollout.stats import EngineStats, TokenEvent
-from locojax.rollout.warmup import ShapesOnly, stagger
+from locojax.rollout.warmup import PINNED_STOPS, PLAIN_ROWS, ShapesOnly, prepare_server, stagger
 from locojax.types import SampleRequest, SampleResult
-
-PINNED_STOPS = 16
-"""Room for stop ids where shapes are fixed beforehand."""
-
-PLAIN_ROWS = 64
-"""With fewer rows and fixed shapes, the program that can truncate serves all: its cost is a copy of the logits."""
 
 Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]
 
@@ -335,27 +329,11 @@ class Engine:
         if not isinstance(self._memory, RowsMemory):
             raise ConfigError("An engine can't be warmed up for a server", got=f"layout={self.settings.layout!r}",
                               expected='layout="rows"')  # fmt: skip
-        before, compiler, settings = self.compiler.num_compilations, self.compiler, self.settings
-        shapes = self._memory.shapes()
-        for shape in shapes:
-            new_cache = partial(self._layout.new_cache, self.spec, shape, settings.dtype)
-            cache = jax.eval_shape(new_cache)
-            rows = decode_rows([], shape.rows, PINNED_STOPS, self._layout.tables([], shape.rows, shape, 1))
-            count = np.zeros((), np.int32)
-            for truncates in sorted({True, shape.rows < PLAIN_ROWS}):
-                key = (self._loaded.signature, shape, shape.rows, PINNED_STOPS, 1, truncates, 0)
-                compiler.prepare(
-                    "decode", key, self._loaded.weights, self._loaded.adapters, self._layout.decode_part(cache), rows,
-                    count, count, truncates=truncates, num_top=0,
-                )  # fmt: skip
-        self._prefiller.prepare(self._loaded, cache, settings.page_size)
-        stack = self._loaded.adapters
-        if stack is not None and stack.scale.ndim:
-            nothing = stacks.fitted(stack, {})
-            compiler.prepare("set_adapter", self._loaded.signature, stack, nothing, np.float32(0), count)
-        self._layout.warm_moves(self.spec, shapes, settings.dtype)
-        compiler.wait()
-        return compiler.num_compilations - before
+        before = self.compiler.num_compilations
+        prepare_server(
+            self.compiler, self.spec, self.settings, self._layout, self._memory.shapes(), self._loaded, self._prefiller
+        )
+        return self.compiler.num_compilations - before
 
     def forget_prompts(self) -> None:
         """Drops cached prompts, so that what comes next finds the memory as it was at the start."""

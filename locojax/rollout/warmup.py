@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from locojax.models.spec import ModelSpec
+from locojax.rollout import stacks
+from locojax.rollout.batch import decode_rows
+from locojax.rollout.layouts import Layout
+from locojax.rollout.pages import Shape
+from locojax.rollout.prefilling import Loaded, Prefiller
 from locojax.rollout.programs import Compiler, DecodeRows
+from locojax.rollout.settings import EngineSettings
+
+PINNED_STOPS = 16
+"""Room for stop ids where shapes are fixed beforehand."""
+
+PLAIN_ROWS = 64
+"""With fewer rows and fixed shapes, the program that can truncate serves all: its cost is a copy of the logits."""
 
 
 class ShapesOnly(Compiler):
@@ -46,3 +60,32 @@ def stagger(max_tokens: Sequence[int], sizes: Sequence[int]) -> list[int]:
     return [
         most if n == 0 else min(most, 1 + sum(n < size for size in ends[1:])) for n, most in enumerate(max_tokens)
     ]
+
+
+def prepare_server(
+    compiler: Compiler,
+    spec: ModelSpec,
+    settings: EngineSettings,
+    layout: Layout,
+    shapes: Sequence[Shape],
+    loaded: Loaded,
+    prefiller: Prefiller,
+) -> None:
+    """Compiles what `Engine.warm_up_server` promises: decoding in each shape, prefill, moves between the shapes."""
+    count = np.zeros((), np.int32)
+    for shape in shapes:
+        cache = jax.eval_shape(partial(layout.new_cache, spec, shape, settings.dtype))
+        rows = decode_rows([], shape.rows, PINNED_STOPS, layout.tables([], shape.rows, shape, 1))
+        for truncates in sorted({True, shape.rows < PLAIN_ROWS}):
+            key = (loaded.signature, shape, shape.rows, PINNED_STOPS, 1, truncates, 0)
+            compiler.prepare(
+                "decode", key, loaded.weights, loaded.adapters, layout.decode_part(cache), rows, count, count,
+                truncates=truncates, num_top=0,
+            )  # fmt: skip
+    prefiller.prepare(loaded, cache, settings.page_size)
+    stack = loaded.adapters
+    if stack is not None and stack.scale.ndim:
+        nothing = stacks.fitted(stack, {})
+        compiler.prepare("set_adapter", loaded.signature, stack, nothing, np.float32(0), count)
+    layout.warm_moves(spec, shapes, settings.dtype)
+    compiler.wait()
