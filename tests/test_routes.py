@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import io
 import json
 import logging
@@ -306,6 +307,9 @@ def test_an_archive_is_a_tar_of_the_checkpoint(tmp_path):
             run = f"/api/v1/training_runs/{session.model_id}"
             response = await client.get(f"{run}/checkpoints/sampler_weights/a/archive")
             assert response.status_code == 302
+            # As SDKs up to 0.30 parse it.
+            expires = datetime.datetime.strptime(response.headers["Expires"], "%a, %d %b %Y %H:%M:%S GMT")
+            assert expires > datetime.datetime.now(datetime.UTC).replace(tzinfo=None)
             archive = (await client.get(response.headers["Location"])).content
             query = {"run_id": session.model_id, "checkpoint_id": "sampler_weights/a"}
             again = (await client.get((await client.get("/api/v1/_archive", params=query)).json()["url"])).content

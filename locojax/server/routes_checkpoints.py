@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import email.utils
 import os
 import pathlib
 import queue
+import re
 import tarfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -58,11 +61,11 @@ class CheckpointRoutes(Routes):
     async def run(self, run_id: str, access_scope: AccessScope = "owned") -> Response:
         return answer(await self._desk.training_run(run_id))
 
-    async def of_run(self, run_id: str) -> Response:
-        return answer(await self._desk.of_run(run_id))
+    async def of_run(self, request: Request, run_id: str) -> Response:
+        return answer(_as_known(request, await self._desk.of_run(run_id)))
 
-    async def all(self, limit: Limit = 100, offset: Offset = 0) -> Response:
-        return answer(await self._desk.all(limit=limit, offset=offset))
+    async def all(self, request: Request, limit: Limit = 100, offset: Offset = 0) -> Response:
+        return answer(_as_known(request, await self._desk.all(limit=limit, offset=offset)))
 
     async def delete(self, run_id: str, checkpoint_id: str) -> Response:
         await self._desk.delete(run_id, checkpoint_id)
@@ -88,7 +91,8 @@ class CheckpointRoutes(Routes):
         """SDKs up to 0.30 read the address from `Location`, and when it ends from `Expires`."""
         url, expires = await self._desk.archive_url(run_id, checkpoint_id, _base_url(request))
         response = answer({"url": url, "expires": expires}, 302)
-        response.headers.update({"Location": url, "Expires": expires})
+        moment = datetime.datetime.fromisoformat(expires).astimezone(datetime.UTC)
+        response.headers.update({"Location": url, "Expires": email.utils.format_datetime(moment, usegmt=True)})
         return response
 
     async def download(
@@ -113,6 +117,14 @@ class CheckpointRoutes(Routes):
         body = await self._workers.parse(request, requests.CopyWeights)
         key = request.headers.get("x-idempotency-key")
         return answer(await self._desk.copy(body.model_dump(mode="json"), idempotency_key=key))
+
+
+def _as_known(request: Request, listed: dict[str, Any]) -> dict[str, Any]:
+    """A list of checkpoints as this client can read it: SDKs before 0.30 reject a whole list for one external entry."""
+    version = re.match(r"(\d+)\.(\d+)", request.headers.get("x-stainless-package-version", ""))
+    if version is None or (int(version[1]), int(version[2])) >= (0, 30):
+        return listed
+    return {**listed, "checkpoints": [one for one in listed["checkpoints"] if one["checkpoint_type"] != "external"]}
 
 
 def _base_url(request: Request) -> str:
