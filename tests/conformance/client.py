@@ -84,12 +84,13 @@ class Client:
         return self.note(trainer)
 
     def note(self, trainer: tinker.TrainingClient) -> tinker.TrainingClient:
-        """Remembers whose session this is."""
+        """The trainer, once it is there; remembers whose session it is."""
+        trainer = settled(trainer)
         self._sessions.add(session_of(trainer))
         return trainer
 
     def base_sampler(self) -> tinker.SamplingClient:
-        return self.service().create_sampling_client(base_model=self.base_model)
+        return settled(self.service().create_sampling_client(base_model=self.base_model))
 
     def rest(self) -> Any:
         return self.service().create_rest_client()
@@ -102,7 +103,7 @@ class Client:
 
     # Raw HTTP, for what no SDK would send.
 
-    def post(self, path: str, **request: Any) -> httpx.Response:
+    def post(self, path: str, /, **request: Any) -> httpx.Response:
         """POSTs JSON to /api/v1/..."""
         return self.http.post(f"/api/v1/{path}", json=request)
 
@@ -142,6 +143,11 @@ class Client:
         result = self.result(answer)
         assert "error" not in result, result
         return str(result["model_id"])
+
+
+def settled(made: Any) -> Any:
+    """A client: the newest SDKs make a future of one, older ones the client itself."""
+    return made.result() if isinstance(made, tinker.APIFuture) else made
 
 
 def session_of(trainer: tinker.TrainingClient) -> str:
@@ -248,7 +254,7 @@ def scored(sampler: tinker.SamplingClient, tokens: Sequence[int]) -> list[float 
 
 def snapshot(trainer: tinker.TrainingClient) -> tinker.SamplingClient:
     """An ephemeral sampler of the model as it is now."""
-    return trainer.save_weights_and_get_sampling_client()
+    return settled(trainer.save_weights_and_get_sampling_client())
 
 
 @contextlib.contextmanager

@@ -33,6 +33,7 @@ from conformance.client import (
     spelled,
     train,
     until,
+    version_of,
 )
 
 
@@ -170,9 +171,14 @@ def probe_checkpoint_lists(client: Client) -> None:
     trainer = client.trainer()
     trainer.save_state("one").result()
     trainer.save_weights_for_sampler("two").result()
+    # A kind that older SDKs don't know must not spoil their lists.
+    assert "path" in client.result(
+        client.post("save_weights_external", model_id=trainer.model_id, seq_id=3, path="three", ttl_seconds=3600)
+    )
     rest = client.rest()
     mine = {c.checkpoint_id: c for c in rest.list_checkpoints(trainer.model_id).result().checkpoints}
-    assert set(mine) == {"weights/one", "sampler_weights/two"}
+    is_new = version_of(tinker.__version__) >= (0, 30)
+    assert set(mine) == {"weights/one", "sampler_weights/two"} | ({"external_weights/three"} if is_new else set())
     assert mine["weights/one"].checkpoint_type == "training"
     assert mine["sampler_weights/two"].checkpoint_type == "sampler"
     assert mine["weights/one"].size_bytes > 1000 and not mine["weights/one"].public

@@ -48,8 +48,8 @@ def probe_poison_stays_with_its_model(client: Client) -> None:
     for weight in (1e38, math.inf, math.nan):
         try:
             one.forward_backward([datum(TEXTS[0], [weight] * N)], "cross_entropy").result()
-        except tinker.TinkerError:
-            pass  # refused by name is as good as accepted and contained
+        except (tinker.TinkerError, ValueError):
+            pass  # refused by name, or by the client, is as good as accepted and contained
         for adam in (
             types.AdamParams(learning_rate=1e6, beta2=0.999),
             types.AdamParams(learning_rate=1e6, weight_decay=0.1, eps=0.0),
