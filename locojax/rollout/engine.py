@@ -290,6 +290,8 @@ class Engine:
         Raises:
           RequestError: no weights have been loaded, or a request is malformed.
         """
+        if self._layout.pins_shapes:
+            return self.warm_up_server()
         before = self.compiler.num_compilations
         longest = max([longest_prompt, *(len(request.prompt) for request in requests)])
         self._memory.expect_prompts(longest)
@@ -307,9 +309,7 @@ class Engine:
             while dry.num_unfinished:
                 dry.step()
         self.compiler.wait()
-        used = {key[1] for key in self.compiler.keys("decode")}
-        if not self._layout.pins_shapes:
-            used |= {key[1] for key in self.compiler.keys("prefill")}
+        used = {key[1] for name in ("decode", "prefill") for key in self.compiler.keys(name)}
         self._layout.warm_moves(self.spec, used, self.settings.dtype)
         return self.compiler.num_compilations - before
 

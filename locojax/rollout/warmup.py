@@ -73,8 +73,8 @@ def prepare_server(
 ) -> None:
     """Compiles what `Engine.warm_up_server` promises: decoding in each shape, prefill, moves between the shapes."""
     count = np.zeros((), np.int32)
-    for shape in shapes:
-        cache = jax.eval_shape(partial(layout.new_cache, spec, shape, settings.dtype))
+    caches = [jax.eval_shape(partial(layout.new_cache, spec, shape, settings.dtype)) for shape in shapes]
+    for shape, cache in zip(shapes, caches, strict=True):
         rows = decode_rows([], shape.rows, PINNED_STOPS, layout.tables([], shape.rows, shape, 1))
         for truncates in sorted({True, shape.rows < PLAIN_ROWS}):
             key = (loaded.signature, shape, shape.rows, PINNED_STOPS, 1, truncates, 0)
@@ -82,7 +82,7 @@ def prepare_server(
                 "decode", key, loaded.weights, loaded.adapters, layout.decode_part(cache), rows, count, count,
                 truncates=truncates, num_top=0,
             )  # fmt: skip
-    prefiller.prepare(loaded, cache, settings.page_size)
+    prefiller.prepare(loaded, caches[0], settings.page_size)
     stack = loaded.adapters
     if stack is not None and stack.scale.ndim:
         nothing = stacks.fitted(stack, {})
