@@ -9,6 +9,7 @@ import numpy as np
 from locojax.errors import CapacityError, RequestError
 from locojax.hosts.protocol import EngineInfo, Sampled
 from locojax.rollout.stats import EngineStats
+from locojax.training.tenant_work import RowProgram
 from locojax.types import Completion, ForwardBackwardResult, OptimStepResult
 
 INFO = EngineInfo("inc1", "tiny", "llama", 257, 256, 64, 4, 8, (256,), (), (), ())
@@ -19,7 +20,7 @@ class FakeWork:
     model_id: str
     num_rows_left: int
     losing: bool = False
-    program: tuple = (1, True)
+    program: RowProgram = RowProgram(1, 8, 1, True)
 
     @property
     def done(self):
@@ -56,7 +57,7 @@ class FakeTenants:
             raise RequestError(f"There is no model {model_id!r}")
         if loss == "bad":
             raise RequestError("Unknown loss 'bad'")
-        return FakeWork(model_id, len(data), loss == "boom", (1, gradient))
+        return FakeWork(model_id, len(data), loss == "boom", RowProgram(self.rows, 8, 1, gradient))
 
     def advance(self, works):
         assert works

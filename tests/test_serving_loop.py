@@ -65,7 +65,7 @@ class Run:
         self.trainer, self.samplers = FakeTenants(rows, self.log), FakeSamplers(self.log)
         operations = Operations(self.trainer, self.samplers, None, alpha=32.0, max_rank=8)
         self.loop = Loop(
-            self.link, self.trainer, self.samplers, operations, PhaseClock(), INFO, rows=rows,
+            self.link, self.trainer, self.samplers, operations, PhaseClock(), INFO,
             sampling_share=share, status_seconds=0.001,
         )  # fmt: skip
 

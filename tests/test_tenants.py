@@ -196,7 +196,8 @@ def test_a_step_without_a_gradient_changes_nothing():
     trainer = tenants()
     before = bits(trainer.state("a"))
     result = trainer.optim_step("a", AdamParams(1.0, weight_decay=0.5))
-    assert not result.applied and result.policy_version == 0 and result.metrics == {"grad_norm": 0.0, "learning_rate": 1.0}
+    assert not result.applied and result.policy_version == 0
+    assert result.metrics == {"grad_norm": 0.0, "learning_rate": 1.0}
     assert result.skipped_because == "no gradient was accumulated"
     run(trainer, trainer.begin("a", rollouts(), "ppo"))
     trainer.discard("a")
@@ -284,6 +285,35 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(call, text):
     with pytest.raises(RequestError, match=text):
         call(trainer)
     assert bits(trainer._bank) == before
+
+
+def test_short_data_have_rows_of_their_own_length():
+    """The same gradient and log-probs as in long rows; one long datum sends its whole call to the long rows."""
+    short = dataclasses.replace(TENANTS, short_row_tokens=TENANTS.row_tokens // 2, short_rows=2)
+    data = rollouts()
+    assert max(len(datum.tokens) for datum in data) <= short.row_tokens // 2
+    results, gradients = [], []
+    for settings in (TENANTS, short):
+        trainer = TenantTrainer(SPEC, base(), settings)
+        trainer.create("a", LORA_A, 0)
+        trainer.restore("a", drawn_state(trainer, "a", 0), optimizer=False)
+        work = trainer.begin("a", data, "importance_sampling")
+        run(trainer, work)
+        results.append(work)
+        gradients.append(trainer.accumulated_gradient("a"))
+    assert results[0].program[:2] == (4, TENANTS.row_tokens)
+    assert results[1].program[:2] == (2, TENANTS.row_tokens // 2)
+    close(gradients[1], gradients[0])
+    for a, b in zip(results[0].result().outputs, results[1].result().outputs, strict=True):
+        np.testing.assert_allclose(a["logprobs"], b["logprobs"], atol=1e-5)
+    tokens = np.arange(1, TENANTS.row_tokens + 1) % SPEC.vocab_size
+    long = Datum(tokens, {"target_tokens": tokens, "weights": np.ones(len(tokens), np.float32)})
+    assert trainer.begin("a", [long], "cross_entropy").program[:2] == (4, TENANTS.row_tokens)
+
+
+def test_short_rows_are_shorter():
+    with pytest.raises(ConfigError, match="short_row_tokens must be shorter than its rows. Got: 48. Expected: 1 to 47"):
+        dataclasses.replace(TENANTS, short_row_tokens=48)
 
 
 def test_a_datum_longer_than_a_row_is_refused():

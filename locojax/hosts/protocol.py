@@ -3,7 +3,7 @@
 The front end (`server`) puts a model's operations in order before it submits them; the engine process runs each model's
 in the order of their submission, and different models' in any. Samples join the running batch at once. Every submitted
 operation is answered exactly once, by `Finished` or `Failed`, also when it was cancelled; a message is a pickled value
-on a `multiprocessing.connection` between two processes of one user, so nothing here may come from the network unchecked.
+on a `multiprocessing.connection` between two processes of one user: nothing here may come from the network unchecked.
 
 An engine keeps its answers until they are acknowledged (`Acknowledge`), and sends them again to a front end that
 connects anew: an answer that was on its way to a front end that died is not lost.
@@ -54,7 +54,7 @@ class CreateModel:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreModel:
-    """A model from a training checkpoint, or a PEFT directory (then `optimizer` must be False). Answer: `ModelState`."""
+    """A model from a training checkpoint, or a PEFT directory (`optimizer` must then be False). Answer: `ModelState`."""
 
     model_id: str
     directory: str
@@ -142,8 +142,8 @@ class Sample:
       prompt_logprobs, topk_prompt_logprobs: as in `types.SampleRequest`; the latter is a number, 0 for none.
       prompt_logprobs_last_n: only the last n prompt positions need be scored; None: all.
       topk_sample_logprobs: how many likeliest tokens to report at each sampled position; 0 for none.
-      target_prompt_logprobs: i64[len(prompt) - 1, K] token ids whose log-prob after each prompt prefix is wanted; -1: no
-        token, answered by 0.
+      target_prompt_logprobs: i64[len(prompt) - 1, K] token ids whose log-prob after each prompt prefix is wanted; -1:
+        no token, answered by 0.
       prompt_alt_tokens: draw so many tokens at each prompt position from what is predicted there; 0 for none.
       stream: `Tokens` messages come as tokens are sampled.
     """

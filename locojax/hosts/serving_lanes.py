@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, Protocol, TypeAlias
 
 from locojax.hosts.protocol import CloseSampler, ForwardBackward, OpenSampler, Operation, Sample
+from locojax.training.tenant_work import RowProgram
 from locojax.types import ForwardBackwardResult
 
 Lane: TypeAlias = tuple[Literal["model", "sampler"], str]
@@ -28,7 +29,7 @@ class Work(Protocol):
     def num_rows_left(self) -> int: ...
 
     @property
-    def program(self) -> tuple[int, bool]: ...
+    def program(self) -> RowProgram: ...
 
     def result(self) -> ForwardBackwardResult: ...
 

@@ -66,7 +66,6 @@ class Loop:
 
     Args:
       info: what is served; its open models and samplers are kept up to date and published.
-      rows: of a micro-batch.
       sampling_share, status_seconds: see `ServeSettings`.
     """
 
@@ -79,12 +78,11 @@ class Loop:
         clock: PhaseClock,
         info: EngineInfo,
         *,
-        rows: int,
         sampling_share: float = 0.5,
         status_seconds: float = 1.0,
     ):
         self._link, self._trainer, self._samplers, self._operations = link, trainer, samplers, operations
-        self._clock, self._info, self._rows = clock, info, rows
+        self._clock, self._info = clock, info
         self._status_seconds = status_seconds
         self._share = Share(sampling_share)
         self._lanes = Lanes()
@@ -260,7 +258,7 @@ class Loop:
         num_rows = 0
         for lane in self._lanes.in_turn():
             for entry in self._lanes.forward_backwards(lane):
-                if num_rows >= self._rows or (work := self._begin(entry, lane)) is None:
+                if (works and num_rows >= works[0].program.num_rows) or (work := self._begin(entry, lane)) is None:
                     continue
                 if works and work.program != works[0].program:
                     break  # its turn comes; what is behind it in the lane must not overtake it

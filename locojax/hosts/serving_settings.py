@@ -51,9 +51,9 @@ class ServeSettings:
     sample_dtype: Dtype = "auto"
     remat: str = "linear"
     max_context: int | None = None
-    kv_bytes: int = 2 << 30
+    kv_bytes: int = 4 << 30
     max_slots: int = 128
-    min_rows: int = 1
+    min_rows: int = 8
     max_prefill_tokens: int = 1024
     max_iterations: int = 8
     max_resident_samplers: int = 8

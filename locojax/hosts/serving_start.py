@@ -31,6 +31,12 @@ from locojax.training.tenants import TenantSettings, TenantTrainer
 
 AUTO_ROW_TOKENS = 1024
 
+PAGE_TOKENS = 128
+"""Of the computed prompts' pages: smaller ones mean more arrays in the programs, and longer compilations."""
+
+SHORT_ROW = 4
+"""Data that fit into this part of a row are computed in rows of that length, twice as many at a time."""
+
 
 def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Callable[[str], None]) -> Loop:
     """A loop that is ready to run.
@@ -79,7 +85,6 @@ def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Call
         operations,
         clock,
         info,
-        rows=settings.rows,
         sampling_share=settings.sampling_share,
         status_seconds=settings.status_seconds,
     )
@@ -96,12 +101,15 @@ def _row_tokens(settings: ServeSettings, spec: ModelSpec) -> int:
 
 
 def _trainer(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> TenantTrainer:
+    row_tokens = _row_tokens(settings, model.spec)
     return TenantTrainer(
         model.spec,
         model.params,
         TenantSettings(
-            row_tokens=_row_tokens(settings, model.spec),
+            row_tokens=row_tokens,
             rows=settings.rows,
+            short_row_tokens=short if (short := row_tokens // SHORT_ROW) else None,
+            short_rows=2 * settings.rows,
             max_adapters=settings.max_adapters,
             max_rank=settings.max_rank,
             compute_dtype=settings.compute_dtype,
@@ -123,6 +131,8 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
             max_iterations=settings.max_iterations,
             kv_bytes=settings.kv_bytes,
             layout="rows",
+            page_size=PAGE_TOKENS,
+            seed=uuid.uuid4().int % 2**31,  # or a restarted engine would repeat the samples that named no seed
             max_context=settings.max_context,
             logprobs_of=settings.logprobs_of,
             dtype=dtype,

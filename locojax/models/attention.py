@@ -134,18 +134,18 @@ def packed(q: Array, k: Array, v: Array, until: Array) -> Array:
         ]  # fmt: skip
         return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
     # One block of queries at a time, recomputed in the backward pass: [T, T] scores never exist at once.
-    blocks = -(-T // QUERY_BLOCK)
-    pad = blocks * QUERY_BLOCK - T
+    num_blocks = -(-T // QUERY_BLOCK)
+    pad = num_blocks * QUERY_BLOCK - T
     qb = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    qb = qb.reshape(q.shape[0], blocks, QUERY_BLOCK, *q.shape[2:]).swapaxes(0, 1)
+    qb = qb.reshape(q.shape[0], num_blocks, QUERY_BLOCK, *q.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
     def block(args: tuple[Array, Array]) -> Array:
         index, q_block = args
         return _attend(q_block, k, v, visible(until, index * QUERY_BLOCK, QUERY_BLOCK))
 
-    out = jax.lax.map(block, (jnp.arange(blocks, dtype=jnp.int32), qb))
-    return out.swapaxes(0, 1).reshape(q.shape[0], blocks * QUERY_BLOCK, *q.shape[2:])[:, :T]
+    out = jax.lax.map(block, (jnp.arange(num_blocks, dtype=jnp.int32), qb))
+    return out.swapaxes(0, 1).reshape(q.shape[0], num_blocks * QUERY_BLOCK, *q.shape[2:])[:, :T]
 
 
 def chunk_with_context(q: Array, k: Array, v: Array, context_k: Array, context_v: Array, context_len: Array) -> Array:

@@ -82,8 +82,8 @@ class RowsLayout:
             source = np.asarray(take, np.int32)
             layers = [_resize_rows(_placed_all(layer), source, sizes) for layer in layers]
         for start in range(0, len(moves.row_copies), COPIES):
-            sizes = [x.shape[2] for x in layers[0][0]]
-            copies, bounds = self._in_order(moves.row_copies[start : start + COPIES], sizes)
+            lengths = [x.shape[2] for x in layers[0][0]]
+            copies, bounds = self._in_order(moves.row_copies[start : start + COPIES], lengths)
             layers = [
                 _copy_into_rows(_placed_all(layer), _placed_all(pages), copies, bounds)
                 for layer, pages in zip(layers, cache["prompts"], strict=True)

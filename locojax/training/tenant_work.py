@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,15 @@ class Tenant:
         return Owner(self.slot, self.lora.scale, self.lora.unembed)
 
 
+class RowProgram(NamedTuple):
+    """What a call's micro-batches are compiled for: their shape, targets a position, whether with a gradient."""
+
+    num_rows: int
+    row_tokens: int
+    num_targets: int
+    gradient: bool
+
+
 class Work:
     """A call that `TenantTrainer.begin` made and `advance` works off, row by row."""
 
@@ -47,10 +57,12 @@ class Work:
         with_entropy: bool,
         metric_names: Sequence[str],
         checked_and_packed: tuple[Sequence[Checked], Packed],
+        shape: tuple[int, int],
     ):
         self._tenant, self._loss, self._options, self._rows = tenant, loss, options, rows
         self._gradient, self._with_entropy, self._metric_names = gradient, with_entropy, metric_names
         self._checked, self._packed = checked_and_packed
+        self._shape = shape
         self._num_targets = max(datum.targets.shape[1] for datum in self._checked)
         self._outputs: list[Outputs] = []
 
@@ -68,9 +80,9 @@ class Work:
         return self.num_rows_left == 0
 
     @property
-    def program(self) -> tuple[int, bool]:
-        """(targets a position, with a gradient): rows that agree in it can be computed together."""
-        return padded_targets(self._num_targets), self._gradient
+    def program(self) -> RowProgram:
+        """Rows that agree in it can be computed together."""
+        return RowProgram(*self._shape, padded_targets(self._num_targets), self._gradient)
 
     def result(self) -> ForwardBackwardResult:
         """As `Trainer.forward_backward` returns it, with `num_rows:sum` in place of `num_micro_batches:sum`.

@@ -33,7 +33,7 @@ from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, Outputs, ProgramSpec, Tree
 from locojax.training.tenant_rows import Row, option_values, stack_rows, tenant_options, tenant_rows
 from locojax.training.tenant_state import checked_state, narrow, ranks, widen
-from locojax.training.tenant_work import Tenant, Work
+from locojax.training.tenant_work import RowProgram, Tenant, Work
 from locojax.training.trainer import Phase, TrainerSettings, no_phase
 from locojax.types import AdamParams, Datum, OptimStepResult
 
@@ -49,6 +49,8 @@ class TenantSettings:
         of max_rank on all modules, whatever the model's own rank.
       max_rank: the largest rank a model may have; a lower one computes as much.
       max_targets: targets a position that cross_entropy may have; each power of two up to it is a program of its own.
+      short_row_tokens, short_rows: a second shape of micro-batch, for calls all of whose data fit into such a row: they
+        don't wait for a long row's worth of padding, nor attend over it. None: one shape for all.
     """
 
     row_tokens: int
@@ -62,14 +64,32 @@ class TenantSettings:
     with_entropy: bool = False
     keep_transposes: bool | Literal["auto"] = "auto"
     max_targets: int = 128
+    short_row_tokens: int | None = None
+    short_rows: int = 1
 
     def __post_init__(self) -> None:
         TrainerSettings(  # raises for what both have
             self.row_tokens, self.rows, self.compute_dtype, remat=self.remat, tile_tokens=self.tile_tokens
         )
-        for name in ("max_adapters", "max_rank", "max_targets"):
+        for name in ("max_adapters", "max_rank", "max_targets", "short_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"The trainer's {name} must be at least 1", got=getattr(self, name))
+        if self.short_row_tokens is not None and not 1 <= self.short_row_tokens < self.row_tokens:
+            raise ConfigError(
+                "The trainer's short_row_tokens must be shorter than its rows",
+                got=self.short_row_tokens,
+                expected=f"1 to {self.row_tokens - 1}",
+            )
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, row_tokens) of the micro-batches, shortest rows first."""
+        long = (self.rows, self.row_tokens)
+        return (long,) if self.short_row_tokens is None else ((self.short_rows, self.short_row_tokens), long)
+
+    def shape_for(self, longest: int) -> tuple[int, int]:
+        """That of a call whose longest datum has so many tokens; the longest rows', if none is long enough."""
+        return next((shape for shape in self.shapes if longest <= shape[1]), self.shapes[-1])
 
 
 class TenantTrainer:
@@ -178,11 +198,13 @@ class TenantTrainer:
                 remedy="Keep the likeliest targets, or start the server with a larger maximum (max_targets)",
             )
         scores_all = score == "all"
+        # By the model's own data alone: a row's bits must not depend on what other models send.
+        shape = self.settings.shape_for(max(len(datum.tokens) for datum in checked))
         with self._phase("pack"):
             packed = pack(
                 [datum.tokens for datum in checked],
                 [datum.num_free for datum in checked],
-                row_tokens=self.settings.row_tokens,
+                row_tokens=shape[1],
                 rows=1,
                 targets=[datum.targets for datum in checked] if scores_all else None,
                 share_prefixes=self.settings.share_prefixes,
@@ -191,8 +213,8 @@ class TenantTrainer:
             rows = tenant_rows(packed, checked, score)
         names = (*self._metric_names[loss], "loss", "num_tokens", "num_nonfinite")
         names = (*names, "entropy") if self.settings.with_entropy else names
-        with_entropy = self.settings.with_entropy
-        return Work(tenant, found, option_values(options), rows, gradient, with_entropy, names, (checked, packed))
+        entropy, made = self.settings.with_entropy, (checked, packed)
+        return Work(tenant, found, option_values(options), rows, gradient, entropy, names, made, shape)
 
     def advance(self, works: Sequence[Work]) -> None:
         """Computes one micro-batch: rows of the given calls, in their order, as many as there is room for.
@@ -204,16 +226,16 @@ class TenantTrainer:
         waiting = [work for work in dict.fromkeys(works) if not work.done]
         if not waiting:
             return
-        num_targets, gradient = waiting[0].program
+        program = waiting[0].program
         rows: list[Row] = []
         whose: list[Work] = []
         for work in waiting:
-            if work.program == (num_targets, gradient):
-                more = work.next_rows(self.settings.rows - len(rows))
+            if work.program == program:
+                more = work.next_rows(program.num_rows - len(rows))
                 rows += more
                 whose += [work] * len(more)
         with self._phase("train"):
-            outputs = self._compute(rows, num_targets, gradient)
+            outputs = self._compute(rows, program)
         for r, work in enumerate(whose):
             work.take(outputs, r)
 
@@ -297,10 +319,11 @@ class TenantTrainer:
         if self._tenants:
             raise ConfigError("Warming up needs every slot free", got=f"{len(self._tenants)} models")
         # Compiled and not run: a micro-batch of nothing takes as long as a full one. A later call finds the program.
-        nothing = stack_rows([], self.settings.rows, self.settings.row_tokens, 1)
         weights, accumulators = self._bank.weights, self._bank.accumulators
-        tenant_programs.accumulate.lower(weights, accumulators, self._fixed, nothing, spec=self.program).compile()
-        tenant_programs.score.lower(weights, self._fixed, nothing, spec=self.program).compile()
+        for num_rows, row_tokens in self.settings.shapes:
+            nothing = stack_rows([], num_rows, row_tokens, 1)
+            tenant_programs.accumulate.lower(weights, accumulators, self._fixed, nothing, spec=self.program).compile()
+            tenant_programs.score.lower(weights, self._fixed, nothing, spec=self.program).compile()
         everything = LoraSpec(self.settings.max_rank, unembed=True)
         hyper, slot = _hyper(AdamParams()), np.int32(0)
         self._bank, applied, _ = tenant_programs.update(self._bank, slot, ranks(self.spec, everything), hyper)
@@ -309,10 +332,10 @@ class TenantTrainer:
         tenant_programs.read(self._bank.weights, slot)
         self._write(0, {}, None)
 
-    def _compute(self, rows: Sequence[Row], num_targets: int, gradient: bool) -> Outputs:
-        stacked = stack_rows(rows, self.settings.rows, self.settings.row_tokens, num_targets)
+    def _compute(self, rows: Sequence[Row], program: RowProgram) -> Outputs:
+        stacked = stack_rows(rows, program.num_rows, program.row_tokens, program.num_targets)
         bank = self._bank
-        if gradient:
+        if program.gradient:
             accumulators, outputs = tenant_programs.accumulate(
                 bank.weights, bank.accumulators, self._fixed, stacked, spec=self.program
             )
