@@ -203,14 +203,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    service = tinker.ServiceClient(base_url=args.base_url, api_key=os.environ.get("TINKER_API_KEY", "tml-local"))
-    model = args.model or service.get_server_capabilities().supported_models[0].model_name
-    trainer = service.create_lora_training_client(base_model=model, rank=args.rank, seed=args.seed)
+    server = {"base_url": args.base_url, "api_key": os.environ.get("TINKER_API_KEY", "tml-local")}
+    service = tinker.ServiceClient(**server)
+    model = args.model or tinker.RestClient(**server).get_server_capabilities().result().supported_models[0].model_name
+    trainer = service.create_lora_training_client(base_model=model, rank=args.rank, seed=args.seed).result()
     tokenizer = load_tokenizer(args.tokenizer, trainer)
     train, held_out = problems(args.seed)
     params = types.SamplingParams(max_tokens=args.max_tokens, temperature=1.0)
 
-    sampler = trainer.save_weights_and_get_sampling_client()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     before = accuracy(sampler, held_out, tokenizer, args.max_tokens)
     print(f"{model}: {before:.0%} of {len(held_out)} held-out sums right before training", flush=True)
     for step, batch in zip(range(args.steps), batches(train, args.groups, args.seed), strict=False):
@@ -224,7 +225,7 @@ def main() -> None:
             update = trainer.optim_step(types.AdamParams(learning_rate=rate, eps=1e-8))
             gradients.result()
             update.result()
-        sampler = trainer.save_weights_and_get_sampling_client()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
         seconds = time.perf_counter() - started
         print(f"step {step:3d}  reward {reward:.3f}  trained on {len(data):3d}  {seconds:.1f} s", flush=True)
 

@@ -54,7 +54,7 @@ class CreateModel:
 
 @dataclasses.dataclass(frozen=True)
 class RestoreModel:
-    """A model from a training checkpoint, or a PEFT directory (`optimizer` must then be False). Answer: `ModelState`."""
+    """A model from a training checkpoint, or a PEFT directory (then without optimizer). Answer: `ModelState`."""
 
     model_id: str
     directory: str

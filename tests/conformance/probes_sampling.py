@@ -382,6 +382,7 @@ def probe_base_model_of_a_path(client: Client) -> None:
     assert sampler.get_tokenizer().decode(TEXTS[0]) == spelled(TEXTS[0])
 
 
+@since("0.25")  # 0.16 sends chunks without their type
 def probe_images_are_refused(client: Client) -> None:
     sampler = client.base_sampler()
     prompt = types.ModelInput(chunks=[types.ImageChunk(data=b"\x89PNG", format="png", expected_tokens=4)])
