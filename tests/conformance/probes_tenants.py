@@ -23,6 +23,7 @@ from conformance.client import (
     session_of,
     snapshot,
     train,
+    version_of,
 )
 from tinker import types
 
@@ -45,11 +46,13 @@ def probe_poison_stays_with_its_model(client: Client) -> None:
     one, other = client.trainer(seed=1), client.trainer(seed=2)
     train(other)
     before = fingerprint(other)
-    for weight in (1e38, math.inf, math.nan):
+    # SDKs that write JSON can't send what JSON doesn't have: they fail by themselves, and leave a gap in the sequence.
+    is_binary = version_of(tinker.__version__) >= (0, 25)
+    for weight in (1e38, math.inf, math.nan) if is_binary else (1e38,):
         try:
             one.forward_backward([datum(TEXTS[0], [weight] * N)], "cross_entropy").result()
-        except (tinker.TinkerError, ValueError):
-            pass  # refused by name, or by the client, is as good as accepted and contained
+        except tinker.TinkerError:
+            pass  # refused by name is as good as accepted and contained
         for adam in (
             types.AdamParams(learning_rate=1e6, beta2=0.999),
             types.AdamParams(learning_rate=1e6, weight_decay=0.1, eps=0.0),
