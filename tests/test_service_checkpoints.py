@@ -7,6 +7,7 @@ import pathlib
 import time
 import urllib.parse
 
+import pyrage
 import pytest
 from server_under_test import (
     ADAM,
@@ -191,6 +192,31 @@ def test_checkpoints_expire_and_are_published(tmp_path):
             with _refused(404, "its ttl has run out"):
                 await desk.weights_info(path)
             assert not list((tmp_path / "checkpoints").rglob("*.json"))
+
+    run(test())
+
+
+def test_external_weights_are_encrypted_to_their_readers(tmp_path):
+    async def test():
+        identity = pyrage.x25519.Identity.generate()
+        async with serving(tmp_path) as (service, _):
+            model, desk = await model_of(service, await session_of(service)), service.checkpoints
+            training = service.training
+            for seq_id, keys, text in (
+                (1, ["age1nothing"], r"age_encryption_recipients\[0\] is not a public key"),
+                (2, [str(identity.to_public())] * 11, "Too many age_encryption_recipients. Got: 11. Expected: at most 10"),
+            ):
+                with _refused(400, text):
+                    await training.save_weights_external(model, seq_id, "secret", age_encryption_recipients=tuple(keys))
+            keys = (str(identity.to_public()),)
+            await result(
+                service, await training.save_weights_external(model, 3, "secret", age_encryption_recipients=keys)
+            )
+            urls = (await desk.external_urls(model, "external_weights/secret", "http://host:1"))["urls"]
+            assert {"adapter_config.json.age", "adapter_model.safetensors.age"} == urls.keys()
+            query = dict(urllib.parse.parse_qsl(urllib.parse.urlsplit(urls["adapter_config.json.age"]).query))
+            secret = (await desk.verify_download(**query)).read_bytes()
+            assert b"lora_alpha" not in secret and json.loads(pyrage.decrypt(secret, [identity]))["r"] == 8
 
     run(test())
 

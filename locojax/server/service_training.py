@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from locojax.hosts.protocol import (
     Saved,
     SaveState,
 )
+from locojax.server import encryption
 from locojax.server.checkpoints import TinkerPath, checked_ttl
 from locojax.server.futures import Futures, Promise
 from locojax.server.service_checkpoints import CheckpointDesk
@@ -221,7 +223,7 @@ class TrainingDesk:
         ttl_seconds: int | None = None,
         age_encryption_recipients: tuple[str, ...] = (),
     ) -> Promise:
-        """POST /save_weights_external: a PEFT directory to download."""
+        """POST /save_weights_external: a PEFT directory to download, each file encrypted if there are recipients."""
         detail = {"ttl": ttl_seconds, "recipients": list(age_encryption_recipients)}
         return await self._save(model_id, seq_id, "save_weights_external", "external_weights", path, detail)
 
@@ -234,11 +236,7 @@ class TrainingDesk:
         with self._models.passing_over(line, seq_id):
             line.check(seq_id)
             checked_ttl(detail["ttl"])
-            if detail.get("recipients"):
-                raise ServiceError(
-                    400, "This server can't encrypt external weights", got="age_encryption_recipients",
-                    remedy="Leave it out: the files are fetched from your own machine",
-                )  # fmt: skip
+            encryption.recipients(detail.get("recipients", ()))  # refuses what could not be encrypted to
             path = TinkerPath.of(model_id, f"{folder}/{name}")
             self._checkpoints.reserve(path, overwrite=bool(detail.get("overwrite")))
             directory = self._checkpoints.new_directory()
@@ -275,6 +273,8 @@ class TrainingDesk:
             return {"type": record.kind, "sampling_session_id": detail["sampler_id"]}
         path = TinkerPath(record.owner, detail["folder"], detail["name"])
         try:
+            if keys := detail.get("recipients"):
+                await asyncio.to_thread(encryption.encrypt_directory, pathlib.Path(detail["directory"]), keys)
             size = await self._checkpoints.keep(
                 path, detail["directory"], line.model, detail["ttl"], detail.get("metadata")
             )
