@@ -127,7 +127,7 @@ def test_values_and_gradients_equal_finite_differences(name):
 
 
 def test_stable_reinforce_holds_sampled_tokens_without_advantage_to_the_sampler():
-    """lp and q differ by 0.5: r = 1.6487, k2 = 0.125. The second token counts by its weight alone, the third not at all."""
+    """lp and q differ by 0.5: r = 1.6487, k2 = 0.125. The second token counts by its weight, the third not at all."""
     loss = find_loss("stable_reinforce")
     options = read_options(loss, {"kl_coeff": 0.4, "ratio_cap": 1.5})
     lp, q, advantages, weights = f32(-1, -1, -1), f32(-1.5, -1.5, 0), f32(2, 0, 0), f32(1, 0.5, 0)
