@@ -38,6 +38,7 @@ from locojax.hosts.serving import main as engine_main
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.server import auth
 from locojax.server.supervisor import Child, Supervisor, end_with_parent
+from locojax.types import PEFT_FILES
 
 if TYPE_CHECKING:
     from locojax.models.tokenizer import Tokenizer
@@ -76,6 +77,7 @@ class ApiSettings:
       model_names, tokenizer_id, data_dir, database: see `server.service.ServiceSettings`.
       keys_file: see `server.auth.load_keys`.
       url: where clients reach the server, for the terminal.
+      imports: see `server.service.ServiceSettings`.
     """
 
     socket: int
@@ -88,6 +90,7 @@ class ApiSettings:
     keys_file: str | None
     session_timeout: float
     url: str
+    imports: tuple[tuple[str, str], ...] = ()
 
 
 def add_parser(commands: Any) -> None:
@@ -113,6 +116,8 @@ def add_parser(commands: Any) -> None:
     option("--alias", action="append", default=[], metavar="NAME", help="another name for it; repeatable")
     option("--tokenizer", metavar="ID", help="what clients load the tokenizer by, if not by the name")
     option("--keys-file", type=pathlib.Path, metavar="FILE", help="API keys, one a line (tml-...)")
+    imported = "make a PEFT adapter a sampler checkpoint of this name; repeatable"
+    option("--import-peft", action="append", default=[], metavar="NAME=FOLDER", help=imported)
     timeout = "a client without a heartbeat for so many seconds loses its models (default: %(default)s)"
     option("--session-timeout", type=float, default=300.0, metavar="SECONDS", help=timeout)
     defaults = {field.name: field for field in dataclasses.fields(ServeSettings)}
@@ -150,6 +155,7 @@ def serve(options: argparse.Namespace) -> int:
     names = tuple(dict.fromkeys([options.name or model, *options.alias]))
     settings = ServeSettings(model, name=names[0], warm_up=not options.no_warm_up, **engine_options)
     source = hub.resolve(model)
+    imports = tuple(_peft_import(text) for text in options.import_peft)
     data_dir = _data_dir(options.data_dir)
     listener = _listen(options.host, options.port)
     port = listener.getsockname()[1]
@@ -166,6 +172,7 @@ def serve(options: argparse.Namespace) -> int:
         api = ApiSettings(
             listener.fileno(), address, model, names, tokenizer, str(data_dir), options.database,
             None if options.keys_file is None else str(options.keys_file.resolve()), options.session_timeout, url,
+            imports,
         )  # fmt: skip
         python = (sys.executable, "-m", "locojax.cli_serve")
         children = [
@@ -198,6 +205,19 @@ def _greeting(model: str, names: Sequence[str], url: str, data_dir: pathlib.Path
         f"  export TINKER_API_KEY={key}",
         f"Web page: {url}/   metrics: {url}/metrics   OpenAI clients: {url}/v1",
     ]
+
+
+def _peft_import(text: str) -> tuple[str, str]:
+    """NAME=FOLDER -> (name, absolute folder)."""
+    name, _, folder = text.partition("=")
+    path = pathlib.Path(folder).expanduser().resolve()
+    if not name or not folder:
+        raise ConfigError("--import-peft names an adapter and its folder", got=text, expected="NAME=FOLDER")
+    if missing := [file for file in PEFT_FILES if not (path / file).is_file()]:
+        raise ConfigError(
+            f"There is no PEFT adapter to import in {path}", got=f"no {missing[0]}", expected=" and ".join(PEFT_FILES)
+        )
+    return name, str(path)
 
 
 def _shown_host(host: str) -> str:
@@ -276,7 +296,8 @@ def _run_api(settings_json: str) -> int:
     for chatty in ("uvicorn.error", "httpx"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     values = json.loads(settings_json)
-    settings = ApiSettings(**{**values, "model_names": tuple(values["model_names"])})
+    imports = tuple((name, folder) for name, folder in values["imports"])
+    settings = ApiSettings(**{**values, "model_names": tuple(values["model_names"]), "imports": imports})
     # Thousands of polls wait at once, each on a connection of its own.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -288,6 +309,7 @@ def _run_api(settings_json: str) -> int:
             model_names=settings.model_names,
             tokenizer_id=settings.tokenizer_id,
             session_timeout=settings.session_timeout,
+            imports=settings.imports,
         ),
         settings.address,
         bytes.fromhex(os.environ[AUTHKEY_VARIABLE]),

@@ -15,6 +15,9 @@ import numpy as np
 StopReason = Literal["stop", "length", "abort"]
 """`stop`: the model ended it (EOS, a stop id or a stop string). `length`: cut by max_tokens or the context. `abort`."""
 
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""The files of an adapter in PEFT's format: its settings, its weights."""
+
 LogprobsOf = Literal["raw", "tempered"]
 """Which distribution a sampled token's log-prob is of: the model's own, or the one after division by temperature."""
 

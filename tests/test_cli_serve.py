@@ -15,6 +15,7 @@ from locojax import cli, cli_serve
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.server.auth import KEYS_VARIABLE
 from locojax.server.supervisor import Child, Supervisor
+from locojax.types import PEFT_FILES
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,18 @@ def started(monkeypatch) -> list[list[Child]]:
 
 def test_two_processes_are_started(model, tmp_path, started, capsys):
     arguments = ["serve", str(model), "--port", "0", "--data-dir", str(tmp_path / "data"), "--alias", "org/other"]
-    assert cli.main([*arguments, "--max-rank", "16", "--row-tokens", "128", "--no-warm-up"]) == 0
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for file in PEFT_FILES:
+        (adapter / file).touch()
+    more = ["--max-rank", "16", "--row-tokens", "128", "--no-warm-up", "--import-peft", f"mine={adapter}"]
+    assert cli.main([*arguments, *more]) == 0
     ((engine, api),) = started
     settings = ServeSettings.from_json(engine.command[-2])
     assert (settings.model, settings.max_rank, settings.row_tokens, settings.warm_up) == (str(model), 16, 128, False)
     given = json.loads(api.command[-1])
     assert given["model_names"] == [str(model), "org/other"] and given["tokenizer_id"] is None
+    assert given["imports"] == [["mine", str(adapter)]]
     assert given["address"] == engine.command[-1] and api.pass_fds == (given["socket"],)
     assert engine.environment == api.environment and len(bytes.fromhex(next(iter(engine.environment.values())))) == 32
     shown = capsys.readouterr().err
@@ -79,6 +86,8 @@ def test_keys_reach_neither_command_line_nor_terminal(model, tmp_path, started, 
         (["MODEL", "--max-rank", "0"], "The server's max_rank is out of range. Got: 0. Expected: 1 or more."),
         (["MODEL", "--max-rank", "x"], "Argument --max-rank: invalid int value: 'x'. See `locojax serve --help`."),
         (["MODEL", "--nonsense"], "Unknown option '--nonsense'."),
+        (["MODEL", "--import-peft", "MODEL"], "--import-peft names an adapter and its folder. Got:"),
+        (["MODEL", "--import-peft", "mine=/dev"], "no PEFT adapter to import in /dev. Got: no adapter_config.json."),
     ],
 )
 def test_what_is_refused_at_start(model, tmp_path, capsys, options, says):

@@ -312,6 +312,7 @@ def test_a_peft_adapter_is_imported(tmp_path):
             (source / "adapter_config.json").write_text(json.dumps(config))
             (source / "adapter_model.safetensors").write_bytes(b"weights")
             path = (await service.checkpoints.import_peft(str(source), "mine"))["tinker_path"]
+            assert (await service.checkpoints.import_peft(str(source), "mine"))["tinker_path"] == path
             info = await service.checkpoints.weights_info(path)
             assert (info["lora_rank"], info["train_attn"], info["train_mlp"], info["train_unembed"]) == (
                 4,

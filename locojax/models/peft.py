@@ -20,8 +20,9 @@ from locojax.errors import CheckpointError, ModelError
 from locojax.models.lora import ATTENTION_MODULES, HEAD, MLP_MODULES, LoraSpec, adapter_parameters
 from locojax.models.spec import ModelSpec
 from locojax.models.weights import HF_MODULES, atomic_directory, first_five, flatten, read_json, read_tensors
+from locojax.types import PEFT_FILES
 
-CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, TENSOR_FILE = PEFT_FILES
 
 UnembedName = Literal["lm_head", "model.unembed_tokens"]
 """What the unembedding is called in the file: PEFT's and vLLM's name, or the one Tinker's cookbook reads."""

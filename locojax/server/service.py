@@ -105,6 +105,9 @@ class Service:
         self.checkpoints.load(writing)
         self._models.load()
         self.sampling.load()
+        for name, directory in self._settings.imports:
+            imported = await self.checkpoints.import_peft(directory, name)
+            log.info("Imported %s as %s", directory, imported["tinker_path"])
         self._engine.link.start()
         self._upkeep = asyncio.create_task(self._keep_up(), name="service-upkeep")
 

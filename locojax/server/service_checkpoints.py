@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import pathlib
 import time
@@ -20,6 +21,7 @@ from locojax.server.service_times import iso_time
 from locojax.server.sessions import OWNER, text_metadata
 from locojax.server.store import Store, count, row, select
 from locojax.server.store_tables import CHECKPOINTS, IDEMPOTENCY, MODELS, Checkpoint, Model
+from locojax.types import PEFT_FILES
 
 Key = tuple[str, str, str]
 
@@ -162,12 +164,15 @@ class CheckpointDesk:
     async def import_peft(self, directory: str, name: str, *, base_model: str | None = None) -> dict[str, Any]:
         """A PEFT directory on the server's disk becomes a sampler checkpoint -> {"tinker_path"}.
 
-        Only its description is read here; the engine checks the weights when they are used.
+        Imported again, the same files have the same path. Only the adapter's description is read here; the engine
+        checks the weights when they are used.
         """
         adapter = await asyncio.to_thread(_read_peft, pathlib.Path(directory))
         base = self._names.checked(base_model) if base_model else (*self._names.all(), "unknown")[0]
-        run_id = f"import-{uuid.uuid4().hex}"
+        run_id = f"import-{adapter['digest']}"
         target = TinkerPath(run_id, "sampler_weights", TinkerPath.of(run_id, f"sampler_weights/{name}").name)
+        if (target.run_id, target.kind, target.name) in self._known:
+            return {"tinker_path": str(target)}
         modules = adapter["target_modules"]
         described = Checkpoint(
             run_id, target.kind, target.name, time.time(), 0, base, adapter["r"],
@@ -179,7 +184,7 @@ class CheckpointDesk:
         def copy() -> int:
             written = self._files.new_directory()
             written.mkdir()
-            for file in ("adapter_config.json", "adapter_model.safetensors"):
+            for file in PEFT_FILES:
                 (written / file).write_bytes((pathlib.Path(directory) / file).read_bytes())
             return self._files.place(written, target)
 
@@ -369,11 +374,17 @@ def _gone(path: TinkerPath) -> ServiceError:
 
 
 def _read_peft(directory: pathlib.Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
     try:
-        found = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+        for file in PEFT_FILES:
+            digest.update((directory / file).read_bytes())
+        found = json.loads((directory / PEFT_FILES[0]).read_text(encoding="utf-8"))
         rank, modules = int(found["r"]), found["target_modules"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServiceError(
-            400, f"{directory} holds no PEFT adapter: {error}", expected="adapter_config.json with r and target_modules"
+            400,
+            f"{directory} holds no PEFT adapter: {error}",
+            expected=f"{PEFT_FILES[0]} with r and target_modules, and {PEFT_FILES[1]} beside it",
         ) from error
-    return {"r": rank, "target_modules": [modules] if isinstance(modules, str) else list(modules)}
+    modules = [modules] if isinstance(modules, str) else list(modules)
+    return {"r": rank, "target_modules": modules, "digest": digest.hexdigest()[:32]}

@@ -25,6 +25,7 @@ class ServiceSettings:
         it needs one no more.
       max_models_per_session: a session may not hold more trainable models at once.
       url_lifetime: how long a signed download URL is valid.
+      imports: (name, directory) of PEFT adapters that become sampler checkpoints at the start.
       tick: how often what has run out is looked for.
     """
 
@@ -41,6 +42,7 @@ class ServiceSettings:
     max_snapshots_per_model: int = 16
     max_models_per_session: int = 64
     url_lifetime: float = 3600.0
+    imports: tuple[tuple[str, str], ...] = ()
     tick: float = 1.0
 
     @property
