@@ -23,7 +23,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 import locojax
-from locojax import cli_serve, settings
+from locojax import settings
 from locojax.config import Config, cache_folder, load, run_folder
 from locojax.errors import ConfigError, LocoError
 
@@ -54,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     # argparse wants positionals together; settings may stand anywhere, so those after an option come back as unknown.
-    options, late = _parser().parse_known_args(arguments)
+    options, late = _parser(arguments).parse_known_args(arguments)
     if unknown := [text for text in late if text.startswith("-")]:
         raise ConfigError(f"Unknown option {unknown[0]!r}", remedy="See `locojax COMMAND --help`")
     options.words += late
     return options
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="locojax",
         description="Post-train language models with reinforcement learning, on JAX.",
@@ -75,7 +75,12 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(command=_train)
     demo = _command(commands, "demo", "", "watch SmolLM2-135M learn one-digit addition on this machine, in minutes")
     demo.set_defaults(command=_demo)
-    cli_serve.add_parser(commands)
+    summary = "serve a model to Tinker clients: unmodified SDK and recipes train and sample on this machine"
+    serve = commands.add_parser("serve", help=summary, usage="locojax serve MODEL [options]",
+                                formatter_class=argparse.RawDescriptionHelpFormatter,
+                                description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
+    if "serve" in arguments:  # its options are the engine's settings, which take numpy to import
+        importlib.import_module("locojax.cli_serve").add_options(serve)
     return parser
 
 

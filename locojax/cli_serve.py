@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -93,17 +93,11 @@ class ApiSettings:
     imports: tuple[tuple[str, str], ...] = ()
 
 
-def add_parser(commands: Any) -> None:
-    """Adds `serve` to the command line's subparsers."""
-    summary = "serve a model to Tinker clients: unmodified SDK and recipes train and sample on this machine"
-    parser = commands.add_parser(
-        "serve",
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        usage="locojax serve MODEL [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="A client then needs two variables: TINKER_BASE_URL=http://127.0.0.1:8000 and TINKER_API_KEY=tml-local\n"
-        f"API keys are read from --keys-file, or ${auth.KEYS_VARIABLE} (with commas between them).",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Fills the subparser of `serve`."""
+    parser.epilog = (
+        "A client then needs two variables: TINKER_BASE_URL=http://127.0.0.1:8000 and TINKER_API_KEY=tml-local\n"
+        f"API keys are read from --keys-file, or ${auth.KEYS_VARIABLE} (with commas between them)."
     )
     option = parser.add_argument
     option("words", metavar="MODEL", nargs="*", help="a model's directory, .gguf file or hub id, or smollm2-135m")

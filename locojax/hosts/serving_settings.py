@@ -53,7 +53,7 @@ class ServeSettings:
     max_context: int | None = None
     kv_bytes: int = 4 << 30
     max_slots: int = 128
-    min_rows: int = 8
+    min_rows: int = 1
     max_prefill_tokens: int = 1024
     max_iterations: int = 8
     max_resident_samplers: int = 8

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from locojax.models import attention
 from locojax.models.dense import INNER, dense
-from locojax.models.lora import Adapters, add_deltas
+from locojax.models.lora import Adapters, OfLayer, add_deltas
 from locojax.models.spec import ModelSpec, Parameter, RopeSpec, parameters
 
 Params = Mapping[str, Any]
@@ -246,9 +246,14 @@ def run_layers_unrolled(
     def step(x: Array, layer: Params, layer_lora: Params, cache: Any) -> tuple[Array, Any]:
         return block(x, layer, spec, rope, partial(attend, cache), layer_lora, adapters)
 
+    def lora_of(i: int) -> Any:
+        if adapters is not None and adapters.present is not None:
+            return jax.tree.map(lambda leaf: OfLayer(leaf, jnp.int32(i)), lora)
+        return jax.tree.map(lambda leaf: leaf[i], lora)
+
     kept = []
     for i, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        x, keep = step(x, layer, jax.tree.map(lambda leaf, i=i: leaf[i], lora), cache)
+        x, keep = step(x, layer, lora_of(i), cache)
         kept.append(keep)
     return rms_norm(x, params["final_norm"], spec.norm_eps), kept
 

@@ -122,6 +122,25 @@ class Adapters:
         return {k: v for k, v in self.tree.items() if k != HEAD}, self.tree.get(HEAD)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OfLayer:
+    """One layer's part [N, ...] of stacked adapters [L, N, ...], of which only what is indexed is ever read.
+
+    Cut out as an array, the part of all N adapters would be copied on every token that is decoded.
+    """
+
+    stack: Any
+    layer: Any  # i32[]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.shape[1:]
+
+    def __getitem__(self, n: Array) -> Array:
+        return self.stack[self.layer, n]
+
+
 def empty_stack(spec: ModelSpec, rank: int, num_adapters: int, dtype: Any) -> Adapters:
     """Room for adapters of up to `rank` on every module: zeros, [.., num_adapters, ..], of which 0 stays no adapter."""
     lora = LoraSpec(rank, attention=True, mlp=True, unembed=True)
