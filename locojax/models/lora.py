@@ -168,9 +168,12 @@ def present_in(index: Array, num_adapters: int) -> tuple[Array, Array]:
 
 
 def add_deltas(
-    outs: Sequence[Array], x: Array, parts: Sequence[Mapping[str, Array]], adapters: Adapters
+    outs: Sequence[Array], x: Array, parts: Sequence[Mapping[str, Any]], adapters: Adapters
 ) -> list[Array]:
-    """outs[i] [rows, T, out_i] plus what the adapters of module i add, all of which read the same x [rows, T, in]."""
+    """outs[i] [rows, T, out_i] plus what the adapters of module i add, all of which read the same x [rows, T, in].
+
+    parts: of each module, "a" and "b": arrays, or `OfLayer` where the adapters that are present are gone through.
+    """
     if adapters.present is None:
         more = deltas(x, parts, adapters.scale, adapters.index)
         return [out + part.astype(out.dtype) for out, part in zip(outs, more, strict=True)]
