@@ -3,14 +3,11 @@
 import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from rollout_models import SPEC, VOCAB, Bytes, oracle_logits, oracle_logprobs, prompts, weights
 
 from locojax.errors import RequestError
-from locojax.models.lora import Adapters, LoraSpec, init_adapter
 from locojax.rollout.engine import Engine
 from locojax.rollout.programs import Compiler
 from locojax.rollout.settings import EngineSettings
@@ -385,62 +382,6 @@ def test_tempered_log_probs_are_declared():
     np.testing.assert_allclose(tempered.logprobs, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"prompt": ()}, "Request 'bad': the prompt is empty. Got: 0 tokens. Expected: at least 1 token."),
-        ({"prompt": (3, 97)}, "Request 'bad': the prompt has a token outside of the vocabulary. Got: 97."
-         " Expected: ids in [0, 97)."),
-        ({"num_samples": 0}, "Request 'bad': num_samples is out of range. Got: 0. Expected: 1 to 65536."),
-        ({"max_tokens": 0}, "Request 'bad': max_tokens is out of range. Got: 0."
-         " Expected: at least 1, or none for the rest of the context."),
-        ({"temperature": -1.0}, "Request 'bad': temperature is out of range. Got: -1.0. Expected: 0 or more."),
-        ({"temperature": float("nan")}, "Request 'bad': temperature is out of range. Got: nan. Expected: 0 or more."),
-        ({"top_p": 0.0}, "Request 'bad': top_p is out of range. Got: 0.0. Expected: above 0, at most 1."),
-        ({"top_k": -2}, "Request 'bad': top_k is out of range. Got: -2. Expected: at least 1, or -1 for no limit."),
-        ({"min_p": 1.0}, "Request 'bad': min_p is out of range. Got: 1.0. Expected: 0 or more, below 1."),
-        ({"adapter": 1}, "Request 'bad': no such adapter is loaded. Got: 1. Expected: 0 (none) to 0."),
-        ({"stop": ("",)}, "Request 'bad': a stop is malformed. Got: ''."
-         " Expected: non-empty strings, or token ids in [0, 97)."),
-        ({"topk_prompt_logprobs": 98}, "Request 'bad': topk_prompt_logprobs is out of range. Got: 98."
-         " Expected: 0 to 97."),
-        ({"topk_sample_logprobs": -1}, "Request 'bad': topk_sample_logprobs is out of range. Got: -1."
-         " Expected: 0 to 97."),
-        ({"prompt_logprobs_last_n": -1}, "Request 'bad': prompt_logprobs_last_n is out of range. Got: -1."
-         " Expected: 0 or more, or none for all."),
-        ({"target_prompt_logprobs": np.zeros((2, 1), np.int64)}, "Request 'bad': target_prompt_logprobs has the wrong"
-         " shape. Got: [2, 1]. Expected: [1, 1 to 97], a row for each prompt token but the first."),
-        ({"target_prompt_logprobs": np.full((1, 1), 97)}, "Request 'bad': target_prompt_logprobs has a token outside of"
-         " the vocabulary. Got: [97]. Expected: ids in [0, 97), or -1 for none."),
-    ],
-)  # fmt: skip
-def test_malformed_requests_are_refused_and_others_run(change, message):
-    good, made = request("good", (4, 5)), engine()
-    bad = dataclasses.replace(good, request_id="bad")
-    for name, value in change.items():
-        if name in {field.name for field in dataclasses.fields(SampleRequest)}:
-            bad = dataclasses.replace(bad, **{name: value})
-        else:
-            bad = dataclasses.replace(bad, params=dataclasses.replace(bad.params, **{name: value}))
-    made.add(good)
-    with pytest.raises(RequestError) as error:
-        made.add(bad)
-    assert str(error.value) == message
-    assert [r.request_id for r in run_to_end(made)] == ["good"]
-
-
-def test_an_engine_says_what_it_lacks():
-    empty = Engine(SPEC, SMALL, Bytes())
-    empty.add(request("a", (4, 5)))
-    with pytest.raises(RequestError, match="^The engine has no weights. Call load first.$"):
-        empty.step()
-    with pytest.raises(RequestError, match="^Request 'a' is already running. Use another request_id.$"):
-        empty.add(request("a", (4, 5)))
-    tight = engine(dataclasses.replace(SMALL, kv_bytes=100 * BYTES_PER_TOKEN))
-    with pytest.raises(RequestError, match="Request 'a': 60 prompt tokens and up to 60 new ones don't fit"):
-        tight.add(request("a", [2] * 60, max_tokens=60))
-
-
 def test_generate_leaves_other_requests_results_to_step():
     made = engine()
     made.add(request("mine", (4, 5), max_tokens=2, stop=()))
@@ -462,63 +403,3 @@ def test_a_failed_program_leaves_the_engine_usable():
         made.step()
     made._decode = decode
     assert_same(run_to_end(made), expected)
-
-
-LORA = LoraSpec(rank=4, alpha=8.0, unembed=True)
-
-
-def adapter(seed):
-    """Both factors random: a fresh adapter's `b` is zero and would show nothing."""
-    keys = iter(jax.random.split(jax.random.key(seed), 32))
-    tree = init_adapter(SPEC, LORA, seed)
-    return jax.tree.map(lambda leaf: 0.2 * jax.random.normal(next(keys), leaf.shape), tree)
-
-
-def stacked(trees):
-    """N adapters: the new axis after the layers', first for the head's."""
-    layers = {k: jax.tree.map(lambda *x: jnp.stack(x, 1), *(t[k] for t in trees)) for k in trees[0] if k != "head"}
-    return {**layers, "head": jax.tree.map(lambda *x: jnp.stack(x, 0), *(t["head"] for t in trees))}
-
-
-@LAYOUTS
-@pytest.mark.parametrize("count", [1, 3])
-def test_adapters_are_picked_by_row(settings, count):
-    """Samples with and without adapters in one batch, long prompts in chunks, one prompt under several adapters."""
-    trees = [adapter(i) for i in range(1, count + 1)]
-    scale = jnp.float32(LORA.scale)
-    if count == 1:
-        adapters = Adapters(trees[0], scale)
-    else:
-        zero = jax.tree.map(jnp.ones_like, trees[0])  # whatever row 0 holds, it is no adapter
-        adapters = Adapters(stacked([zero, *trees]), jnp.full(count + 1, scale))
-    made = engine(settings, share=False)
-    made.load(weights(), version=1, adapters=adapters)
-    cases = [(p, a) for a in range(count + 1) for p in ((5, 6, 7, 8), prompts(1, shortest=70, longest=70)[0])]
-    requests = [
-        dataclasses.replace(request(f"r{i}", p, 2), adapter=a, prompt_logprobs=True) for i, (p, a) in enumerate(cases)
-    ]
-    for (prompt, a), result in zip(cases, made.generate(requests), strict=True):
-        applied = None if a == 0 else Adapters(trees[a - 1], scale)
-        for completion in result.completions:
-            expected = oracle_logprobs(prompt, completion.tokens, adapters=applied)
-            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
-        expected = oracle_logprobs(prompt[:1], prompt[1:], adapters=applied)
-        np.testing.assert_allclose(result.prompt_logprobs[1:], expected, atol=1e-5)
-    refused = f"no such adapter is loaded. Got: {count + 1}. Expected: 0 .none. to {count}"
-    with pytest.raises(RequestError, match=refused):
-        made.add(dataclasses.replace(requests[0], adapter=count + 1))
-
-
-@LAYOUTS
-def test_a_broken_adapter_does_not_reach_its_neighbours(settings):
-    """NaN from one request must not stay in memory that the next owner reads past its own tokens."""
-    broken = jax.tree.map(lambda leaf: leaf * jnp.nan, adapter(1))
-    made = engine(settings, share=False)
-    made.load(weights(), version=0, adapters=Adapters(broken, jnp.float32(1)))
-    requests = batch(count=4)
-    poison = [dataclasses.replace(request(f"bad{i}", p, 3), adapter=1) for i, p in enumerate(prompts(4, seed=8))]
-    first = made.generate([*poison, *requests])
-    assert all(np.isnan(c.logprobs).all() for r in first[:4] for c in r.completions)
-    expected = engine(settings).generate(requests)
-    assert_same(first[4:], expected)
-    assert_same(made.generate(requests), expected)

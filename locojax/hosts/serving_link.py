@@ -161,9 +161,8 @@ class Link:
                 self._take(connection.recv())
         except (EOFError, OSError):
             pass  # it hung up, or died
-        except Exception:
-            # Unpickling runs the message's own classes: one of another version may raise anything, and costs that
-            # front end its connection, not the engine its work.
+        except Exception:  # unpickling runs the message's own classes, and one of another version may raise anything:
+            # that costs the front end its connection, not the engine its work.
             log.exception("The front end sent what can't be read; hanging up")
         with self._lock:
             if self._outbox is outbox:

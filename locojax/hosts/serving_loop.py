@@ -165,7 +165,7 @@ class Loop:
             return
         try:
             self._samplers.add(message.operation_id, operation)
-        except Exception as error:  # whatever is wrong with it, it is wrong with this one
+        except Exception as error:  # every tenant's work runs in this loop: one request's bug is answered, not raised
             self._failed(message.operation_id, operation, error)
         else:
             self._sampling[message.operation_id] = None
@@ -213,7 +213,7 @@ class Loop:
         """One step of sampling."""
         try:
             finished = self._samplers.step()
-        except Exception as error:  # the samples that run are lost, not the engine
+        except Exception as error:  # XLA's errors have no common type; the running samples fail, training goes on
             self._lose_samples(error)
             return
         for tokens in self._samplers.drain():
@@ -238,7 +238,7 @@ class Loop:
         try:
             with self._clock.phase(_PHASES.get(type(operation), "other")):
                 result = self._operations.run(operation)
-        except Exception as error:  # the next operation must not pay for this one
+        except Exception as error:  # disk, XLA or a bug: its own future says so, other tenants' operations go on
             self._lanes.remove(entry, lane)
             self._failed(entry.operation_id, operation, error)
         else:
@@ -271,7 +271,7 @@ class Loop:
                 if num_rows:
                     self._trainer.advance(works)
                 results = [work.result() if work.done else None for work in works]
-        except Exception as error:  # fails what was in it; the other models' queues go on
+        except Exception as error:  # XLA's errors have no common type; what was in it fails, other models go on
             self._lose_gradients(chosen, error)
             return
         for (entry, lane), work, rows, result in zip(chosen, works, before, results, strict=True):
@@ -295,7 +295,7 @@ class Loop:
                     operation.model_id, operation.data, operation.loss, operation.loss_config,
                     gradient=operation.gradient,
                 )  # fmt: skip
-        except Exception as error:  # whatever is wrong with it, it is wrong with this one
+        except Exception as error:  # every tenant's work runs in this loop: one request's bug is answered, not raised
             self._lanes.served(lane)
             self._lanes.remove(entry, lane)
             self._failed(entry.operation_id, operation, error)
@@ -325,7 +325,7 @@ class Loop:
             if drop_gradient:
                 self._trainer.discard(model_id)
             self._trainer.state(model_id)
-        except Exception as error:  # whatever it is, it says that the state can't be read
+        except Exception as error:  # a probe: deleted buffers raise XLA's own errors; any means that the state is gone
             log.error("Model %s is lost", model_id, exc_info=error)
             self._lost, self._stopping = error, True
             return False

@@ -14,18 +14,19 @@ from functools import partial
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from locojax.errors import ConfigError, RequestError
 from locojax.models.decoder import Params
 from locojax.models.lora import Adapters
 from locojax.models.spec import ModelSpec
-from locojax.rollout import programs, sampling, stacks
+from locojax.rollout import programs, sampling
 from locojax.rollout.batch import decode_rows, num_stop_ids
 from locojax.rollout.layouts import Cache
 from locojax.rollout.pages import Moves, Shape, power_of_two
-from locojax.rollout.prefilling import Asked, Loaded, Prefiller, PromptScores
+from locojax.rollout.pending import Pending
+from locojax.rollout.policy import Policy
+from locojax.rollout.prefilling import Asked, Prefiller
 from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
 from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Schedule, Scheduler
@@ -35,16 +36,6 @@ from locojax.rollout.warmup import PINNED_STOPS, PLAIN_ROWS, ShapesOnly, prepare
 from locojax.types import SampleRequest, SampleResult
 
 Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """A request in the engine: its samples, and what the prefill pass gave."""
-
-    request: SampleRequest
-    samples: list[Sample]
-    seed: int | str
-    scores: PromptScores | None = None
 
 
 class Engine:
@@ -75,7 +66,6 @@ class Engine:
           ConfigError: the settings can't be, or the compiler is another kind of engine's.
         """
         self.spec, self.settings = spec, settings
-        self.policy_version: int | None = None
         self._tokens = tokens
         self._phase: Phase = phase or (lambda name: contextlib.nullcontext())
         self.max_context = min(settings.max_context or spec.max_context, spec.max_context)
@@ -91,20 +81,18 @@ class Engine:
         )
         self.compiler = compiler or programs.Compiler(program_spec)
         if self.compiler.spec != program_spec:
-            raise ConfigError("Engines share programs only if model and settings are the same", got=program_spec,
-                              expected=self.compiler.spec)  # fmt: skip
+            raise ConfigError("Only equal engines share programs", got=program_spec, expected=self.compiler.spec)
         self._prefiller = Prefiller(self.compiler, self._layout, settings.max_prefill_tokens, settings.max_slots)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Pending] = {}
         self._closed: list[SampleResult] = []  # to be returned by the next step
         self._events: list[TokenEvent] = []
-        self._versions: dict[int, int] = {}  # of adapters that `set_adapter` replaced
         self._num_added = 0
         # Table sizes only grow while samples run: a smaller one would be another program.
         self._table_width, self._num_stops = 1, PINNED_STOPS if self._layout.pins_shapes else 1
         self._shape = Shape(entries=2 * settings.max_slots)
         self._copies = Moves()
         self._cache: Any = None
-        self._loaded = Loaded({}, None, 0)
+        self._policy = Policy()
         self._stats = EngineStats()
 
     def load(self, weights: Params, version: int, adapters: Adapters | None = None, *, interrupt: bool = False) -> None:
@@ -127,13 +115,7 @@ class Engine:
             )
         self._scheduler.preempt_all()
         self._scheduler.drop_prefixes()
-        if adapters is not None and adapters.scale.ndim:
-            own = jax.tree.map(jnp.copy, adapters)  # `set_adapter` gives its memory away
-            adapters = dataclasses.replace(own, scale=own.scale.at[0].set(0.0))
-        leaves, tree = jax.tree.flatten((weights, adapters))
-        signature = hash((tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)))
-        self._loaded, self.policy_version = Loaded(weights, adapters, signature), version
-        self._versions = {}
+        self._policy.take(weights, version, adapters)
 
     def set_adapter(
         self, row: int, adapter: Mapping[str, Any] | None, scale: float, version: int, *, interrupt: bool = False
@@ -153,10 +135,9 @@ class Engine:
         Raises:
           RequestError: no such row, the adapter doesn't fit, or its samples run and `interrupt` is False.
         """
-        stack = stacks.require(self._loaded.adapters)
+        tree = self._policy.fitted({} if adapter is None else adapter)
         if not 1 <= row < self.num_adapters:
             raise RequestError("No such row of the stacked adapters", got=row, expected=f"1 to {self.num_adapters - 1}")
-        tree = stacks.fitted(stack, {} if adapter is None else adapter)
         num_running = sum(sample.request.adapter == row for sample in self._scheduler.running)
         if num_running and not interrupt:
             raise RequestError(
@@ -165,11 +146,7 @@ class Engine:
             )
         self._scheduler.preempt_all(row)
         self._scheduler.drop_prefixes(row)
-        replaced = self.compiler.call(
-            "set_adapter", self._loaded.signature, stack, tree, np.float32(scale), np.asarray(row, np.int32)
-        )
-        self._loaded = dataclasses.replace(self._loaded, adapters=replaced)
-        self._versions[row] = version
+        self._policy.replace(self.compiler, row, tree, scale, version)
 
     def check_adapter(self, adapter: Mapping[str, Any]) -> None:
         """Refuses what `set_adapter` would.
@@ -177,12 +154,16 @@ class Engine:
         Raises:
           RequestError: it has modules, shapes or a rank that the stack has no place for.
         """
-        stacks.fitted(stacks.require(self._loaded.adapters), adapter)
+        self._policy.fitted(adapter)
 
     def version_of(self, adapter: int) -> int:
         """The policy version of an adapter's completions, -1 before there are weights."""
-        version = -1 if self.policy_version is None else self.policy_version
-        return self._versions.get(adapter, version)
+        return self._policy.version_of(adapter)
+
+    @property
+    def policy_version(self) -> int | None:
+        """That of the weights; None before there are any."""
+        return self._policy.version
 
     def add(self, request: SampleRequest, *, stream: bool = False) -> None:
         """Queues a request. With `stream`, `drain` tells of its tokens as they come.
@@ -202,7 +183,7 @@ class Engine:
             Sample(request, i, sampling.key_of(seed, i), stop, max_tokens, request.prompt, stream)
             for i in range(request.num_samples)
         ]
-        self._requests[request.request_id] = _Request(request, samples, seed)
+        self._requests[request.request_id] = Pending(request, samples, seed)
         self._scheduler.add(samples)
 
     def validate(self, request: SampleRequest) -> int:
@@ -297,7 +278,7 @@ class Engine:
         self._memory.expect_prompts(longest)
         for staggered in (False, True):
             dry = Engine(self.spec, self.settings, self._tokens, compiler=ShapesOnly(self.compiler))
-            dry._loaded, dry.policy_version = self._loaded, self.policy_version
+            dry._policy = self._policy
             dry._memory.expect_prompts(longest)
             for request in requests:
                 dry.add(dataclasses.replace(request, params=dataclasses.replace(request.params, stop=())))
@@ -331,8 +312,9 @@ class Engine:
                               expected='layout="rows"')  # fmt: skip
         before = self.compiler.num_compilations
         prepare_server(
-            self.compiler, self.spec, self.settings, self._layout, self._memory.shapes(), self._loaded, self._prefiller
-        )
+            self.compiler, self.spec, self.settings, self._layout, self._memory.shapes(), self._policy.loaded,
+            self._prefiller,
+        )  # fmt: skip
         return self.compiler.num_compilations - before
 
     def forget_prompts(self) -> None:
@@ -356,10 +338,7 @@ class Engine:
     @property
     def num_adapters(self) -> int:
         """Values that `SampleRequest.adapter` may take: 1 with no adapters loaded, as 0 is none."""
-        scale = None if self._loaded.adapters is None else self._loaded.adapters.scale
-        if scale is None:
-            return 1
-        return scale.shape[0] if scale.ndim else 2
+        return self._policy.num_adapters
 
     def _schedule(self) -> Schedule:
         """Decides what runs, and brings the device's memory into the shape that it needs."""
@@ -401,7 +380,7 @@ class Engine:
         start = time.perf_counter()
         scored = (self._requests[p.scored_for] for p in plan.prompts if p.scored_for is not None)
         asked = {mine.request.request_id: Asked(mine.request, mine.seed) for mine in scored}
-        scores = self._prefiller.run(self._loaded, self._cache, self._shape, plan.prompts, asked, self._keep)
+        scores = self._prefiller.run(self._policy.loaded, self._cache, self._shape, plan.prompts, asked, self._keep)
         for request_id, score in scores.items():
             self._requests[request_id].scores = score
         jax.block_until_ready(self._cache["last"])
@@ -424,10 +403,11 @@ class Engine:
             truncates = True
         num_top = max(s.request.topk_sample_logprobs for s in running)
         num_top = power_of_two(num_top) if num_top else 0
-        key = (self._loaded.signature, self._shape, num_rows, self._num_stops, self._table_width, truncates, num_top)
+        loaded = self._policy.loaded
+        key = (loaded.signature, self._shape, num_rows, self._num_stops, self._table_width, truncates, num_top)
         start = time.perf_counter()
         part, drawn, gained, num_iterations = self.compiler.call(
-            "decode", key, self._loaded.weights, self._loaded.adapters, self._layout.decode_part(self._cache), rows,
+            "decode", key, loaded.weights, loaded.adapters, self._layout.decode_part(self._cache), rows,
             np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32), truncates=truncates,
             num_top=num_top,
         )  # fmt: skip
@@ -460,25 +440,11 @@ class Engine:
     def _finish(self) -> list[SampleResult]:
         """Collects requests of which no sample runs or waits any more."""
         for mine in list(self._requests.values()):
-            if all(sample.stop_reason is not None for sample in mine.samples):
+            if mine.done:
                 self._close(mine)
         closed, self._closed = self._closed, []
         return closed
 
-    def _close(self, mine: _Request) -> None:
+    def _close(self, mine: Pending) -> None:
         del self._requests[mine.request.request_id]
-        version = self.version_of(mine.request.adapter)
-        completions = tuple(s.completion(version, self.settings.logprobs_of) for s in mine.samples)
-        request, scores = mine.request, mine.scores
-        self._closed.append(
-            SampleResult(
-                request.request_id,
-                completions,
-                scores.logprobs if scores is not None and request.prompt_logprobs else None,
-                scores.top if scores is not None and request.topk_prompt_logprobs else None,
-                tuple(sample.likeliest() for sample in mine.samples) if request.topk_sample_logprobs else None,
-                scores.targets if scores is not None and request.target_prompt_logprobs is not None else None,
-                scores.drawn if scores is not None and request.prompt_alt_tokens else None,
-                mine.samples[0].num_cached,
-            )
-        )
+        self._closed.append(mine.result(self.version_of(mine.request.adapter), self.settings.logprobs_of))

@@ -308,16 +308,12 @@ class ContiguousMemory:
         return Moves(shape, None if source is None else tuple(source))
 
 
-class PagedMemory:
-    """Page tables (see the module's head)."""
+class PagedPrompts:
+    """The part of a KV memory that keeps computed prompts in pages of one size."""
 
-    decode_reads_prompts = True
-
-    def __init__(self, num_pages: int, page_size: int, row_sizes: Sequence[int], max_entries: int):
+    def __init__(self, num_pages: int, page_size: int, max_entries: int):
         self.pool, self.page_size, self.max_entries = PagePool(num_pages), page_size, max_entries
-        self.rows = Rows(row_sizes)
         self._prompts: dict[int, PromptBlock] = {}
-        self._copies: list[tuple[int, int]] = []
 
     def num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
@@ -330,13 +326,24 @@ class PagedMemory:
         return self._prompts[index]
 
     def expect_prompts(self, num_tokens: int) -> None:
-        """Pages are of one size whatever prompts come."""
+        """Pages are of one size, and shapes depend on no prompt, whatever comes."""
 
     def close_prompt(self, block: PromptBlock) -> None:
         if block.users:
             raise ValueError(f"prompt {block.index} still has {block.users} users")
         self.pool.release(block.pages)
         del self._prompts[block.index]
+
+
+class PagedMemory(PagedPrompts):
+    """Page tables (see the module's head)."""
+
+    decode_reads_prompts = True
+
+    def __init__(self, num_pages: int, page_size: int, row_sizes: Sequence[int], max_entries: int):
+        super().__init__(num_pages, page_size, max_entries)
+        self.rows = Rows(row_sizes)
+        self._copies: list[tuple[int, int]] = []
 
     def open_slot(self, prompt: PromptBlock) -> SlotBlock:
         slot = SlotBlock(prompt, -1, list(prompt.pages))

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from locojax.errors import CapacityError
-from locojax.rollout.pages import Moves, PagePool, PromptBlock, Rows, Shape, SlotBlock, power_of_two
+from locojax.rollout.pages import Moves, PagedPrompts, PromptBlock, Rows, Shape, SlotBlock, power_of_two
 
 
-class RowsMemory:
+class RowsMemory(PagedPrompts):
     """See the module's head, and `pages.KvMemory` for the methods."""
 
     decode_reads_prompts = False
@@ -25,38 +25,17 @@ class RowsMemory:
         """Half of `max_tokens` is for the rows, half for computed prompts. `page_size`: a power of two."""
         half = max_tokens // 2
         most = max(power_of_two(max_context), page_size)
-        self.page_size, self.max_entries = page_size, max_entries
+        super().__init__(half // page_size, page_size, max_entries)
         self.capacities = {
             rows: min(most, 1 << ((half // rows).bit_length() - 1)) for rows in row_sizes if half // rows >= page_size
         }
         self.rows = Rows(tuple(self.capacities))
-        self.pool = PagePool(half // page_size)
         self.shape = Shape()
-        self._prompts: dict[int, PromptBlock] = {}
         self._uncopied: list[SlotBlock] = []
 
     def shapes(self) -> list[Shape]:
         """Every shape that the arrays may have."""
         return [Shape(self.max_entries, 0, rows, capacity) for rows, capacity in self.capacities.items()]
-
-    def num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_size)
-
-    def open_prompt(self, num_tokens: int) -> PromptBlock:
-        index = next(i for i in range(len(self._prompts) + 1) if i not in self._prompts)
-        if index >= self.max_entries:
-            raise CapacityError("The KV memory is full", got=f"{index} stored prompts")
-        self._prompts[index] = PromptBlock(num_tokens, index, self.pool.allocate(self.num_pages(num_tokens)))
-        return self._prompts[index]
-
-    def expect_prompts(self, num_tokens: int) -> None:
-        """Shapes don't depend on the prompts."""
-
-    def close_prompt(self, block: PromptBlock) -> None:
-        if block.users:
-            raise ValueError(f"prompt {block.index} still has {block.users} users")
-        self.pool.release(block.pages)
-        del self._prompts[block.index]
 
     def open_slot(self, prompt: PromptBlock) -> SlotBlock:
         slot = SlotBlock(prompt, -1, [])

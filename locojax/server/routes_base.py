@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import concurrent.futures
 import json
@@ -105,19 +106,28 @@ def describe_body(kind: type[requests.Request], media_type: str = "application/j
     return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
 
 
-class Routes:
-    """Base of the groups of routes: `router` has one for each entry of `table`.
+class Routes(abc.ABC):
+    """A group of routes."""
+
+    prefix = "/api/v1"
+
+    @abc.abstractmethod
+    def router(self) -> APIRouter:
+        """The group's routes, most specific first."""
+
+
+class TableRoutes(Routes):
+    """Routes that are listed in a table.
 
     Entries: method, path (without the prefix), the function, and the type of its JSON body, None if it has none.
     """
 
-    prefix = "/api/v1"
-
+    @abc.abstractmethod
     def table(self) -> Sequence[tuple[str, str, Callable[..., Any], type[requests.Request] | None]]:
-        raise NotImplementedError(f"{type(self).__name__} lists no routes")
+        """The entries, most specific first."""
 
     def router(self) -> APIRouter:
-        """The routes, most specific first: the order of the table."""
+        """The routes in the table's order."""
         router = APIRouter(prefix=self.prefix)
         for method, path, function, body in self.table():
             router.add_api_route(

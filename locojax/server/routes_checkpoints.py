@@ -17,7 +17,7 @@ from fastapi import Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from locojax.server import requests
-from locojax.server.routes_base import Routes, Workers, answer
+from locojax.server.routes_base import TableRoutes, Workers, answer
 from locojax.server.routes_sessions import Limit, Offset
 from locojax.server.service import Service
 
@@ -30,7 +30,7 @@ _PARTS_AHEAD = 8
 AccessScope = Literal["owned", "accessible"]
 
 
-class CheckpointRoutes(Routes):
+class CheckpointRoutes(TableRoutes):
     """`/training_runs`, `/checkpoints`, `/weights_info`, `/copy_weights`. A checkpoint's id contains a slash."""
 
     def __init__(self, service: Service, workers: Workers):

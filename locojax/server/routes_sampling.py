@@ -10,7 +10,7 @@ from fastapi import Request, Response
 
 from locojax.server import requests, wire_results, wire_sample
 from locojax.server.futures import FutureAnswer
-from locojax.server.routes_base import Routes, Workers, answer, read_body
+from locojax.server.routes_base import TableRoutes, Workers, answer, read_body
 from locojax.server.service import Service
 from locojax.server.service_sampling import target_layout
 from locojax.server.wire_content import MAX_BODY_BYTES
@@ -20,7 +20,7 @@ T = TypeVar("T")
 _BINARY_KINDS = ("forward_backward", "forward", "sample")
 
 
-class SamplingRoutes(Routes):
+class SamplingRoutes(TableRoutes):
     """`/create_sampling_session`, `/asample`, `/retrieve_future` and their like."""
 
     def __init__(self, service: Service, workers: Workers):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import Query, Request, Response
 
 from locojax.server import requests
-from locojax.server.routes_base import Routes, Workers, answer
+from locojax.server.routes_base import TableRoutes, Workers, answer
 from locojax.server.service import Service
 from locojax.server.service_errors import ServiceError
 
@@ -42,7 +42,7 @@ Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0, lt=1 << 63)]
 
 
-class SessionRoutes(Routes):
+class SessionRoutes(TableRoutes):
     """`/client`, `/healthz`, `/create_session` and its like."""
 
     def __init__(self, service: Service, workers: Workers):

@@ -9,13 +9,13 @@ from fastapi import Request, Response
 
 from locojax.hosts.protocol import AdapterConfig
 from locojax.server import requests, wire_train
-from locojax.server.routes_base import Routes, Workers, answer, read_body
+from locojax.server.routes_base import TableRoutes, Workers, answer, read_body
 from locojax.server.service import Service
 from locojax.server.wire_content import MAX_BODY_BYTES
 from locojax.server.wire_errors import WireError
 
 
-class TrainingRoutes(Routes):
+class TrainingRoutes(TableRoutes):
     """`/create_model` to `/unload_model`: each answers at once with a future, `/get_info` alone with its result."""
 
     def __init__(self, service: Service, workers: Workers):

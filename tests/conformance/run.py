@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import tinker
 from conformance.client import Client, applies, version_of
 
-MODULES = ("losses", "tenants", "sampling", "checkpoints", "protocol")
+MODULES = ("losses", "tenants", "sampling", "checkpoints", "protocol", "endpoints")
 MAX_SECONDS = 150
 
 
