@@ -154,8 +154,8 @@ def serve(options: argparse.Namespace) -> int:
     listener = _listen(options.host, options.port)
     port = listener.getsockname()[1]
     url = f"http://{_shown_host(options.host)}:{port}"
-    # A GGUF file has no tokenizer that a client could load by a name: it is laid out in the data folder.
-    tokenizer = options.tokenizer or (str(_tokenizer_dir(data_dir)) if source.kind == "gguf" else None)
+    # Only a directory has a tokenizer that a client can load by a name; else it is laid out in the data folder.
+    tokenizer = options.tokenizer or (str(_tokenizer_dir(data_dir)) if source.kind != "directory" else None)
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)

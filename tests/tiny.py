@@ -6,16 +6,14 @@ import pathlib
 
 import jax
 import numpy as np
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
 from locojax.models import decoder
+from locojax.models.random_model import END, byte_tokenizer
 from locojax.models.spec import ModelSpec
 from locojax.models.tokenizer import Tokenizer
 from locojax.models.weights import save_directory
 
-EOS = "<|end|>"
-TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+EOS = END
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -35,12 +33,7 @@ CONFIG = {
 
 def tiny_tokenizer() -> Tokenizer:
     """One token a byte, and an end-of-sequence token."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = tokenizers.Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([tokenizers.AddedToken(EOS, special=True)])
-    return Tokenizer(backend, special_tokens={"eos_token": EOS}, chat_template=TEMPLATE)
+    return byte_tokenizer()
 
 
 def write_tiny_model(directory: pathlib.Path, seed: int = 0) -> pathlib.Path:

