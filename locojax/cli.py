@@ -1,4 +1,4 @@
-"""The command line: `locojax train CONFIG.toml key=value...`, `locojax demo` and `locojax serve MODEL`.
+"""The command line: `locojax train CONFIG.toml key=value...`, `demo`, `serve MODEL`, `compare A B`.
 
 Rooms that import jax are imported only once there is something to run, so that help and refusals come at once.
 """
@@ -81,6 +81,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
                                 description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
     if "serve" in arguments:  # its options are the engine's settings, which take numpy to import
         importlib.import_module("locojax.cli_serve").add_options(serve)
+    summary = "is one way to run faster than another? equal work first, then a speed-up with its uncertainty"
+    compare = commands.add_parser("compare", help=summary, usage="locojax compare A B [options]",
+                                  formatter_class=argparse.RawDescriptionHelpFormatter,
+                                  description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
+    if "compare" in arguments:
+        importlib.import_module("locojax.cli_compare").add_options(compare)
     return parser
 
 

@@ -75,5 +75,15 @@ class CheckpointError(LocoError):
     exit_code = 2
 
 
+class ComparisonError(LocoError):
+    """Runs can't be compared: they did not do equal work, or hold too little to be scored."""
+
+    exit_code = 2
+
+
 class DeadlineError(LocoError):
     """A wait ran past its deadline; the text names what was waited for."""
+
+
+class HostError(LocoError):
+    """Another host of the run ended, or does something else than this one; the text names it."""

@@ -27,7 +27,7 @@ _COLOURS = dict(
 )
 _REWARD, _HELD_OUT, _WARN = "#0072B2", "#D55E00", "#CC79A7"
 _MAX_BARS = 80  # more steps than this share bars, each the mean of its steps
-_STYLE = {
+STYLE: dict[str, Any] = {
     "font.size": 10.0,
     "axes.titlesize": 12.0,
     "axes.titleweight": "bold",
@@ -42,6 +42,7 @@ _STYLE = {
     "svg.fonttype": "none",  # text stays text: small, sharp, searchable
     "svg.hashsalt": "locojax",  # the same metrics give the same file
 }
+"""How every picture that LoCoJAX draws looks, as matplotlib's settings."""
 
 
 def draw(folder: pathlib.Path, history: Sequence[StepMetrics], config: Config) -> None:
@@ -56,7 +57,7 @@ def draw(folder: pathlib.Path, history: Sequence[StepMetrics], config: Config) -
     """
     import matplotlib  # takes most of a second to import; `locojax --help` must not wait for it
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = _figure(history)
         picture = io.StringIO()
         figure.savefig(picture, format="svg", metadata={"Date": None})
