@@ -332,7 +332,7 @@ def measure(model: str, lines: list[str], repeats: int, folder: pathlib.Path, ge
             timings[line] = median(runs)
             print(f"  {line}: first {cold.wall:.2f} s ({cold.compiled} compiled), then "
                   + ", ".join(f"{run.wall:.2f}" for run in runs), flush=True)  # fmt: skip
-        bench.service.close() if tinker.__version__ >= "0.36" else None
+        bench.service.close("success").result()
     if "ready" in lines:
         timings["ready"] = ready
     return timings
