@@ -29,8 +29,8 @@ from locojax.rollout.policy import Policy
 from locojax.rollout.prefilling import Asked, Prefiller
 from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
 from locojax.rollout.rows import RowsMemory
-from locojax.rollout.scheduler import Schedule, Scheduler
-from locojax.rollout.settings import EngineSettings, memory_and_layout
+from locojax.rollout.scheduler import Queue, Schedule
+from locojax.rollout.settings import EngineSettings, memory_and_layout, scheduler_of
 from locojax.rollout.stats import EngineStats, TokenEvent
 from locojax.rollout.warmup import PINNED_STOPS, PLAIN_ROWS, ShapesOnly, prepare_server, stagger
 from locojax.types import SampleRequest, SampleResult
@@ -70,12 +70,7 @@ class Engine:
         self._phase: Phase = phase or (lambda name: contextlib.nullcontext())
         self.max_context = min(settings.max_context or spec.max_context, spec.max_context)
         self._memory, self._layout = memory_and_layout(spec, settings)
-        self._scheduler = Scheduler(
-            self._memory,
-            max_iterations=settings.max_iterations,
-            max_iterations_watched=min(8, settings.max_iterations),
-            prefix_cache=settings.prefix_cache,
-        )
+        self._scheduler: Queue = scheduler_of(self._memory, settings)
         program_spec = programs.ProgramSpec(
             spec, self._layout, settings.dtype, settings.logprobs_of, settings.max_iterations
         )
@@ -280,19 +275,23 @@ class Engine:
             dry = Engine(self.spec, self.settings, self._tokens, compiler=ShapesOnly(self.compiler))
             dry._policy = self._policy
             dry._memory.expect_prompts(longest)
-            for request in requests:
-                dry.add(dataclasses.replace(request, params=dataclasses.replace(request.params, stop=())))
-            samples = [sample for mine in dry._requests.values() for sample in mine.samples]
-            if staggered:
-                lengths = stagger([sample.max_tokens for sample in samples], self._memory.rows.sizes)
-                for sample, length in zip(samples, lengths, strict=True):
-                    sample.max_tokens = length
-            while dry.num_unfinished:
-                dry.step()
+            dry.rehearse(requests, staggered=staggered)
         self.compiler.wait()
         used = {key[1] for name in ("decode", "prefill") for key in self.compiler.keys(name)}
         self._layout.warm_moves(self.spec, used, self.settings.dtype)
         return self.compiler.num_compilations - before
+
+    def rehearse(self, requests: Sequence[SampleRequest], *, staggered: bool) -> None:
+        """Runs requests as if nothing stopped them; `staggered`: see `warmup.stagger`. For engines of shapes alone."""
+        for request in requests:
+            self.add(dataclasses.replace(request, params=dataclasses.replace(request.params, stop=())))
+        samples = [sample for mine in self._requests.values() for sample in mine.samples]
+        if staggered:
+            lengths = stagger([sample.max_tokens for sample in samples], self._memory.rows.sizes)
+            for sample, length in zip(samples, lengths, strict=True):
+                sample.max_tokens = length
+        while self.num_unfinished:
+            self.step()
 
     def warm_up_server(self) -> int:
         """Compiles all that requests of any number, length and arrival will need; returns how many programs that were.

@@ -201,7 +201,7 @@ class Contiguous(_OneCache):
             )  # fmt: skip
             entry_len[slot.prompt.index] = slot.prompt.num_tokens
             group.append(slot.row)
-        width = power_of_two(max(width, *map(len, groups.values())))
+        width = power_of_two(max([width, *map(len, groups.values())]))
         members = np.full((shape.entries, width), num_rows, np.int32)
         for index, group in groups.items():
             members[index, : len(group)] = group

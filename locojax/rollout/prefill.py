@@ -100,6 +100,27 @@ def pack_pinned(prompts: Sequence[Sequence[int]], budget: int, num_prompts: int)
     return _lay_out(prompts, header, PrefillShape(1, min(size, budget), num_prompts))
 
 
+def pack_alike(parts: Sequence[Sequence[Sequence[int]]], known_shapes: Collection[PrefillShape] = ()) -> list[Packed]:
+    """Packs several hosts' prompts, of which some may have none, into rows of one shape."""
+    shapes = [pack(prompts, known_shapes).shape for prompts in parts if prompts]
+    shape = PrefillShape(
+        max(s.rows for s in shapes), max(s.tokens for s in shapes), max(s.prompts for s in shapes)
+    )
+    while True:
+        packed = [_pack_as(prompts, shape) for prompts in parts]
+        if all(found is not None for found in packed):
+            return [found for found in packed if found is not None]
+        shape = dataclasses.replace(shape, rows=2 * shape.rows)  # first fit may need more rows when they are longer
+
+
+def _pack_as(prompts: Sequence[Sequence[int]], shape: PrefillShape) -> Packed | None:
+    """Prompts in that shape, a header they share computed once in each row; None if they don't fit."""
+    for header in (common_header(prompts), 0):
+        if len(_fit(prompts, header, shape.tokens)) <= shape.rows:
+            return _lay_out(prompts, header, shape)
+    return None
+
+
 def pinned_rows(budget: int) -> list[int]:
     """The lengths that `pack_pinned` may choose."""
     sizes = []

@@ -89,13 +89,18 @@ class Scores:
 
 @dataclasses.dataclass(frozen=True)
 class ProgramSpec:
-    """What all programs of an engine have in common."""
+    """What all programs of an engine have in common.
+
+    `axis`: the mesh axis over which hosts decode in lockstep, each its share of the rows; then all hosts' rows decide
+    when decoding stops. With one iteration a call there is nothing to decide.
+    """
 
     model: ModelSpec
     layout: Layout
     dtype: Any
     logprobs_of: LogprobsOf
     max_iterations: int
+    axis: str | None = None
 
 
 def pick_adapters(adapters: Adapters | None, index: Array) -> Adapters | None:
@@ -153,8 +158,10 @@ def decode(
     drawn = jax.tree.map(lambda x: jnp.zeros((spec.max_iterations + 1, *x.shape), x.dtype).at[0].set(x), new)
 
     def proceed(carry: tuple[Any, ...]) -> Array:
-        i, alive = carry[0], carry[4]
-        return (i < num_iterations) & (jnp.sum(alive.astype(jnp.int32)) > return_at)
+        i, num_alive = carry[0], jnp.sum(carry[4].astype(jnp.int32))
+        if spec.axis is not None and spec.max_iterations > 1:
+            num_alive = jax.lax.psum(num_alive, spec.axis)
+        return (i < num_iterations) & (num_alive > return_at)
 
     def iterate(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, layers, token, own, alive, count, drawn = carry

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 from locojax.errors import CapacityError
 from locojax.rollout.pages import KvMemory, PromptBlock
@@ -45,6 +46,44 @@ class Schedule:
     num_iterations: int
     return_at: int
     shrink: bool  # fewer rows would do, and nobody waits for the ones given up
+
+
+class Queue(Protocol):
+    """What an engine asks of its scheduler, or of several that it takes for one."""
+
+    @property
+    def waiting(self) -> Collection[Sample]:
+        """Samples that have no slot yet, in order."""
+
+    @property
+    def running(self) -> Sequence[Sample]:
+        """Samples that have one, oldest first."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a sample had to make way."""
+
+    @property
+    def num_prefix_hits(self) -> int:
+        """Samples whose prompt had been computed before."""
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Queues the samples of one request."""
+
+    def schedule(self) -> Schedule:
+        """See `Scheduler.schedule`."""
+
+    def finish(self, sample: Sample) -> None:
+        """See `Scheduler.finish`."""
+
+    def remove(self, request_id: str) -> list[Sample]:
+        """See `Scheduler.remove`."""
+
+    def preempt_all(self, adapter: int | None = None) -> None:
+        """See `Scheduler.preempt_all`."""
+
+    def drop_prefixes(self, adapter: int | None = None) -> None:
+        """See `Scheduler.drop_prefixes`."""
 
 
 class Scheduler:

@@ -13,6 +13,7 @@ from locojax.rollout.layout_rows import RowsLayout
 from locojax.rollout.layouts import Contiguous, Layout, Paged
 from locojax.rollout.pages import ContiguousMemory, KvMemory, PagedMemory
 from locojax.rollout.rows import RowsMemory
+from locojax.rollout.scheduler import Scheduler
 from locojax.types import LogprobsOf
 
 EXACT_ROWS = 64
@@ -70,6 +71,16 @@ def row_sizes(max_slots: int, min_rows: int = 1) -> tuple[int, ...]:
         sizes.append(-(-sizes[-1] // 4))
     least = min(max(min_rows, 1), max_slots)
     return tuple(sorted({least, *(size for size in sizes if size > least)}))
+
+
+def scheduler_of(memory: KvMemory, settings: EngineSettings) -> Scheduler:
+    """The scheduler that `settings` ask for."""
+    return Scheduler(
+        memory,
+        max_iterations=settings.max_iterations,
+        max_iterations_watched=min(8, settings.max_iterations),
+        prefix_cache=settings.prefix_cache,
+    )
 
 
 def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemory, Layout]:
