@@ -125,7 +125,7 @@ def _sample_rows(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
                 raise ComparisonError(problem, expected=f"JSON with {', '.join(_SAMPLE_FIELDS)}") from error
             rows.append(row)
     if not rows:
-        raise ComparisonError(f"The run {folder} has no samples of step {step}", remedy="Was its folder copied whole?")
+        raise ComparisonError(f"The run {folder} has no samples of step {step}", remedy="Copy its folder whole")
     return sorted(rows, key=lambda row: (row["position"], row["sample"]))
 
 
