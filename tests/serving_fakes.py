@@ -1,17 +1,34 @@
-"""A trainer and samplers without jax, for the tests of the serving loop: they note what is done to them, in order."""
+"""The serving loop for tests, on a trainer and samplers without jax that note what is done to them, in order."""
 
 from __future__ import annotations
 
 import dataclasses
+import queue
+import time
 
 import numpy as np
 
 from locojax.errors import CapacityError, RequestError
-from locojax.hosts.protocol import EngineInfo, Sampled
+from locojax.hosts.protocol import (
+    AdapterConfig,
+    CreateModel,
+    EngineInfo,
+    EngineStatus,
+    ForwardBackward,
+    OptimStep,
+    Sample,
+    Sampled,
+    Shutdown,
+    Submit,
+)
+from locojax.hosts.serving_clock import PhaseClock
+from locojax.hosts.serving_loop import Loop
+from locojax.hosts.serving_operations import Operations
 from locojax.rollout.stats import EngineStats
 from locojax.training.tenant_work import RowProgram
-from locojax.types import Completion, ForwardBackwardResult, OptimStepResult
+from locojax.types import AdamParams, Completion, Datum, ForwardBackwardResult, OptimStepResult, SamplingParams
 
+ROWS = 4
 INFO = EngineInfo("inc1", "tiny", "llama", 257, 256, 64, 4, 8, (256,), (), (), ())
 
 
@@ -82,9 +99,14 @@ class FakeTenants:
     def state(self, model_id):
         if self.is_lost:
             raise ValueError("Array has been deleted")
-        return {}
+        self.log.append(("copy", model_id))
+        return {"version": self.models[model_id][1]}
+
+    def restore(self, model_id, state, *, optimizer):
+        self.log.append(("restore", model_id))
 
     def adapter(self, model_id):
+        self.log.append(("copy adapter", model_id))
         return {"version": self.models[model_id][1]}
 
     def lora(self, model_id):
@@ -145,3 +167,86 @@ class FakeSamplers:
 
 def _sampled(version):
     return Sampled((Completion(0, (5,), np.zeros(1, np.float32), "x", "length", None, version),))
+
+
+class FakeLink:
+    """Collects answers. `then` maps an operation to what the front end sends once it is answered.
+
+    Once all of `awaited` are answered it stops the loop.
+    """
+
+    def __init__(self):
+        self.inbox = queue.SimpleQueue()
+        self.answers, self.statuses, self.then, self.awaited = {}, [], {}, set()
+        self.num_unacknowledged = 0
+        self.info = None
+
+    def publish(self, info):
+        self.info = info
+
+    def tell(self, message):
+        if isinstance(message, EngineStatus):
+            self.statuses.append(message)
+
+    def answer(self, message):
+        assert message.operation_id not in self.answers, "answered twice"
+        self.answers[message.operation_id] = message
+        for more in self.then.pop(message.operation_id, ()):
+            self.inbox.put(more)
+        if self.awaited:
+            self.awaited.discard(message.operation_id)
+            if not self.awaited:
+                self.inbox.put(Shutdown())
+
+
+class Run:
+    """A loop that is fed a list of messages and runs until all that was submitted is answered."""
+
+    def __init__(self, *, rows=ROWS, share=0.5):
+        self.log, self.link = [], FakeLink()
+        self.trainer, self.samplers = FakeTenants(rows, self.log), FakeSamplers(self.log)
+        operations = Operations(self.trainer, self.samplers, None, alpha=32.0, max_rank=8)
+        self.loop = Loop(
+            self.link, self.trainer, self.samplers, operations, PhaseClock(), INFO,
+            sampling_share=share, status_seconds=0.001,
+        )  # fmt: skip
+
+    def __call__(self, *messages, until=None):
+        """`until`: what must be answered before the loop is stopped, one or several; else the last one submitted."""
+        submitted = [m.operation_id for m in messages if isinstance(m, Submit)]
+        for message in messages:
+            self.link.inbox.put(message)
+        self.link.awaited = {until or submitted[-1]} if until is None or isinstance(until, str) else set(until)
+        self.loop.run()
+        return self.link.answers
+
+    def did(self, *names):
+        return [entry for entry in self.log if entry[0] in names]
+
+
+def create(model_id, op=None):
+    return Submit(op or f"{model_id}:create", CreateModel(model_id, AdapterConfig(4)))
+
+
+def fb(op, model_id, num_rows=1, loss="cross_entropy"):
+    data = (Datum(np.zeros(2, np.int32), {}),) * num_rows
+    return Submit(op, ForwardBackward(model_id, data, loss))
+
+
+def optim(op, model_id):
+    return Submit(op, OptimStep(model_id, AdamParams()))
+
+
+def sample(op, sampler_id, max_tokens=1):
+    return Submit(op, Sample(sampler_id, (1, 2), SamplingParams(max_tokens=max_tokens)))
+
+
+def slowly(target, name):
+    """Makes a method take 3 ms."""
+    method = getattr(target, name)
+
+    def slow(*args):
+        time.sleep(0.003)
+        return method(*args)
+
+    setattr(target, name, slow)

@@ -2,112 +2,24 @@
 
 from __future__ import annotations
 
-import queue
-import time
-
 import numpy as np
 import pytest
-from serving_fakes import INFO, FakeSamplers, FakeTenants
+from serving_fakes import Run, create, fb, optim, sample, slowly
 
 from locojax.hosts.protocol import (
-    AdapterConfig,
     Cancel,
     CloseSampler,
-    CreateModel,
-    EngineStatus,
     Failed,
     Finished,
     ForwardBackward,
     OpenSampler,
-    OptimStep,
     RemoveModel,
-    Sample,
     Shutdown,
     Submit,
 )
 from locojax.hosts.serving_clock import PhaseClock
-from locojax.hosts.serving_loop import Loop
-from locojax.hosts.serving_operations import Operations
 from locojax.hosts.serving_share import Share
-from locojax.types import AdamParams, Datum, SamplingParams
-
-ROWS = 4
-
-
-class FakeLink:
-    """Collects answers; `then` maps an operation to what the front end sends once it is answered."""
-
-    def __init__(self):
-        self.inbox = queue.SimpleQueue()
-        self.answers, self.statuses, self.then = {}, [], {}
-        self.num_unacknowledged = 0
-        self.info = None
-
-    def publish(self, info):
-        self.info = info
-
-    def tell(self, message):
-        if isinstance(message, EngineStatus):
-            self.statuses.append(message)
-
-    def answer(self, message):
-        assert message.operation_id not in self.answers, "answered twice"
-        self.answers[message.operation_id] = message
-        for more in self.then.pop(message.operation_id, ()):
-            self.inbox.put(more)
-
-
-class Run:
-    """A loop that is fed a list of messages and runs until all that was submitted is answered."""
-
-    def __init__(self, *, rows=ROWS, share=0.5):
-        self.log, self.link = [], FakeLink()
-        self.trainer, self.samplers = FakeTenants(rows, self.log), FakeSamplers(self.log)
-        operations = Operations(self.trainer, self.samplers, None, alpha=32.0, max_rank=8)
-        self.loop = Loop(
-            self.link, self.trainer, self.samplers, operations, PhaseClock(), INFO,
-            sampling_share=share, status_seconds=0.001,
-        )  # fmt: skip
-
-    def __call__(self, *messages, until=None):
-        """`until`: the operation after whose answer the loop is stopped; else the last one submitted."""
-        submitted = [m.operation_id for m in messages if isinstance(m, Submit)]
-        for message in messages:
-            self.link.inbox.put(message)
-        self.link.then.setdefault(until or submitted[-1], []).append(Shutdown())
-        self.loop.run()
-        return self.link.answers
-
-    def did(self, *names):
-        return [entry for entry in self.log if entry[0] in names]
-
-
-def create(model_id, op=None):
-    return Submit(op or f"{model_id}:create", CreateModel(model_id, AdapterConfig(4)))
-
-
-def fb(op, model_id, num_rows=1, loss="cross_entropy"):
-    data = (Datum(np.zeros(2, np.int32), {}),) * num_rows
-    return Submit(op, ForwardBackward(model_id, data, loss))
-
-
-def optim(op, model_id):
-    return Submit(op, OptimStep(model_id, AdamParams()))
-
-
-def sample(op, sampler_id, max_tokens=1):
-    return Submit(op, Sample(sampler_id, (1, 2), SamplingParams(max_tokens=max_tokens)))
-
-
-def slowly(target, name):
-    """Makes a method take 3 ms."""
-    method = getattr(target, name)
-
-    def slow(*args):
-        time.sleep(0.003)
-        return method(*args)
-
-    setattr(target, name, slow)
+from locojax.types import Datum
 
 
 def test_operations_of_a_model_run_in_order_and_share_micro_batches_up_to_a_barrier():

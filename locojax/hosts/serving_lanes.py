@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
-from locojax.hosts.protocol import CloseSampler, ForwardBackward, OpenSampler, Operation, Sample
+from locojax.hosts.protocol import CloseSampler, ForwardBackward, OpenSampler, Operation, Sample, Submit
 from locojax.training.tenant_work import RowProgram
 from locojax.types import ForwardBackwardResult
 
@@ -36,12 +36,17 @@ class Work(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class Entry:
-    """An operation that waits or runs. `work` is set once a forward_backward is packed, `started` once it has run."""
+    """An operation that waits or runs.
+
+    `work` is set once a forward_backward is packed, `found` once what a load asks for has been read, `started` once
+    some of it has run.
+    """
 
     operation_id: str
     operation: Operation
     number: int  # of arrival
     work: Work | None = None
+    found: Any = None
     started: bool = False
 
 
@@ -130,3 +135,32 @@ class Lanes:
     def lengths(self) -> Mapping[str, int]:
         """Operations queued, by model."""
         return {name: len(entries) for (kind, name), entries in self._lanes.items() if kind == "model"}
+
+
+class HeldSamples:
+    """Samples whose sampler is yet to be opened, by its id."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[Submit]] = {}
+
+    def __len__(self) -> int:
+        return sum(len(held) for held in self._held.values())
+
+    def add(self, message: Submit, sampler_id: str) -> None:
+        self._held.setdefault(sampler_id, []).append(message)
+
+    def release(self, sampler_id: str) -> list[Submit]:
+        """Those that waited for this sampler, in order; they are held no longer."""
+        return self._held.pop(sampler_id, [])
+
+    def withdraw(self, operation_id: str) -> bool:
+        """Takes one out. False: it isn't held."""
+        for held in self._held.values():
+            for message in held:
+                if message.operation_id == operation_id:
+                    held.remove(message)
+                    return True
+        return False
+
+    def operation_ids(self) -> list[str]:
+        return [message.operation_id for held in self._held.values() for message in held]

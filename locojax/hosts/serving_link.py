@@ -36,6 +36,7 @@ from locojax.hosts.protocol import (
     ToEngine,
     Tokens,
 )
+from locojax.hosts.serving_disk import DiskDone
 
 log = logging.getLogger(__name__)
 
@@ -51,14 +52,15 @@ class Link:
       authkey: what a front end must know.
 
     Attributes:
-      inbox: what the front ends ask for, in order: Submit (each operation once), Cancel and Shutdown.
+      inbox: what the front ends ask for, in order: Submit (each operation once), Cancel and Shutdown. The device loop
+        has what its disk thread did put in there too, so that it waits in one place.
 
     Raises:
       ConfigError: the address can't be listened at, or another engine does already.
     """
 
     def __init__(self, address: str, authkey: bytes):
-        self.inbox: queue.SimpleQueue[Submit | Cancel | Shutdown] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Submit | Cancel | Shutdown | DiskDone] = queue.SimpleQueue()
         self._address = address
         self._lock = threading.Lock()
         self._outbox: Outbox | None = None  # the present connection's

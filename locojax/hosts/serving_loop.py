@@ -4,19 +4,22 @@ A turn of the loop is:
 
     take      all messages that have come; with nothing to do, wait for one
     run       one step of sampling (a few decode iterations of every sample that runs), or one piece of training: a
-              micro-batch, or one operation such as an optim_step or a save
+              micro-batch, or one operation such as an optim_step or the copy that a save writes
     report    EngineStatus, about once a second
 
 - **Sampling and training** share the device by time: while there is both, whichever has had less of it, by
   `sampling_share`, goes next. Neither saves up: time that one had to itself is not held against it.
 - **A model's operations** run strictly in the order of their submission, an OpenSampler of the model among them.
   Consecutive forward_backwards may share micro-batches; anything else waits until all before it are done.
+- **The disk** is a thread of its own. A save is over for its model once its copy is taken: what comes next runs while
+  the copy is written, but for the model's next save or load, which waits. A load begins once its file has been read.
 - **Models** are independent: the one served longest ago goes first, and its micro-batch is filled up with the next
   ones' rows. An operation that fails fails alone; a micro-batch that fails takes the forward_backwards in it along.
 - **Samples** join the running batch at the next step. They see the weights of their sampler, which are a copy: a sample
   submitted before an optim_step is not affected by it.
 - **RemoveModel** overtakes: what is queued for the model fails at once. **Cancel** ends what has not begun; a Sample
-  finishes with what it has. **Shutdown** lets the piece that runs finish; all that is left fails, and says why.
+  finishes with what it has. **Shutdown** lets the piece that runs finish, and what is being written for a few seconds;
+  all that is left fails, and says why.
 """
 
 from __future__ import annotations
@@ -26,38 +29,37 @@ import itertools
 import logging
 import queue
 import time
-from typing import Literal
+from collections.abc import Callable
+from typing import Any
 
-from locojax.errors import DeadlineError, LocoError
 from locojax.hosts.protocol import (
     Cancel,
     CloseSampler,
     EngineInfo,
-    Failed,
     Finished,
     ForwardBackward,
     OpenSampler,
     Operation,
     OptimStep,
     RemoveModel,
-    Result,
     Sample,
     SaveAdapter,
     SaveState,
     Shutdown,
     Submit,
 )
+from locojax.hosts.serving_answers import SAVES, Answers, unexpected
 from locojax.hosts.serving_clock import PhaseClock
-from locojax.hosts.serving_lanes import Entry, Lane, Lanes, Work, lane_of
+from locojax.hosts.serving_disk import Disk, DiskDone
+from locojax.hosts.serving_lanes import Entry, HeldSamples, Lane, Lanes, Work, lane_of
 from locojax.hosts.serving_link import Link
 from locojax.hosts.serving_operations import Operations, Sampling, Tenants
 from locojax.hosts.serving_share import Share
 from locojax.hosts.serving_status import Totals, engine_status
-from locojax.types import ForwardBackwardResult, OptimStepResult
+from locojax.types import OptimStepResult
 
 log = logging.getLogger(__name__)
 
-_SAVES = (SaveState, SaveAdapter)
 _PHASES = {OptimStep: "optim", SaveState: "save", SaveAdapter: "save", OpenSampler: "publish"}
 
 
@@ -88,8 +90,10 @@ class Loop:
         self._lanes = Lanes()
         self._numbers = itertools.count()
         self._sampling: dict[str, None] = {}  # operations in `samplers`
-        self._held: dict[str, list[Submit]] = {}  # samples of a sampler that is yet to open
+        self._held = HeldSamples()
+        self._disk = Disk(link.inbox)
         self._totals = Totals()
+        self._answers = Answers(link, self._totals)
         self._stopping = False
         self._lost: Exception | None = None  # what showed that the trainer can't go on
         self._next_status = 0.0
@@ -112,7 +116,7 @@ class Loop:
     # Taking messages.
 
     def _take(self) -> None:
-        inbox, idle = self._link.inbox, not (self._samplers.num_unfinished or len(self._lanes))
+        inbox, idle = self._link.inbox, not (self._samplers.num_unfinished or self._ready())
         try:
             if idle:
                 with self._clock.phase("idle"):
@@ -125,7 +129,7 @@ class Loop:
         except queue.Empty:
             return
 
-    def _receive(self, message: Submit | Cancel | Shutdown) -> None:
+    def _receive(self, message: Submit | Cancel | Shutdown | DiskDone) -> None:
         match message:
             case Submit():
                 self._submit(message)
@@ -133,6 +137,8 @@ class Loop:
                 self._cancel(operation_id)
             case Shutdown():
                 self._stopping = True
+            case DiskDone():
+                self._off_the_disk(message)
 
     def _submit(self, message: Submit) -> None:
         operation = message.operation
@@ -154,14 +160,14 @@ class Loop:
             if isinstance(entry.operation, RemoveModel) or lane_of(entry.operation) != lane:
                 self._lanes.add(entry, lane)
                 continue
-            self._fail(entry.operation_id, "user", f"Model {lane[1]!r} was removed before this ran.")
+            self._answers.fail(entry.operation_id, "user", f"Model {lane[1]!r} was removed before this ran.")
             self._release(entry.operation)
 
     def _sample(self, message: Submit) -> None:
         operation = message.operation
         assert isinstance(operation, Sample)
         if operation.sampler_id not in self._samplers.ids and self._lanes.opening(operation.sampler_id):
-            self._held.setdefault(operation.sampler_id, []).append(message)
+            self._held.add(message, operation.sampler_id)
             return
         try:
             self._samplers.add(message.operation_id, operation)
@@ -173,36 +179,38 @@ class Loop:
     def _release(self, operation: Operation) -> None:
         """Lets samples go on that waited for an OpenSampler, which has now run or failed."""
         if isinstance(operation, OpenSampler) and not self._lanes.opening(operation.sampler_id):
-            for message in self._held.pop(operation.sampler_id, []):
+            for message in self._held.release(operation.sampler_id):
                 self._sample(message)
 
     def _cancel(self, operation_id: str) -> None:
         if operation_id in self._sampling:
             self._samplers.abort(operation_id)
             return
-        for held in self._held.values():
-            for message in held:
-                if message.operation_id == operation_id:
-                    held.remove(message)
-                    self._fail(operation_id, "user", "The request was cancelled before it ran.")
-                    return
+        if self._held.withdraw(operation_id):
+            self._answers.fail(operation_id, "user", "The request was cancelled before it ran.")
+            return
         found = self._lanes.find(operation_id)
         if found is not None and not found[0].started:
             self._lanes.remove(*found)
-            self._fail(operation_id, "user", "The request was cancelled before it ran.")
+            self._answers.fail(operation_id, "user", "The request was cancelled before it ran.")
             self._release(found[0].operation)
 
     # Running.
 
+    def _ready(self) -> list[Lane]:
+        """The lanes that can go on, in turn."""
+        return [lane for lane in self._lanes.in_turn() if not self._disk.blocks(self._lanes.head(lane), lane)]
+
     def _turn(self) -> None:
-        side = self._share.next(sampling=self._samplers.num_unfinished > 0, training=len(self._lanes) > 0)
+        ready = self._ready()
+        side = self._share.next(sampling=self._samplers.num_unfinished > 0, training=len(ready) > 0)
         if side is None or self._stopping:
             return
         start = time.monotonic()
         if side == "sampling":
             self._step()
         else:
-            lane = self._lanes.in_turn()[0]
+            lane = ready[0]
             if isinstance(self._lanes.head(lane).operation, ForwardBackward):
                 self._micro_batch()
             else:
@@ -228,16 +236,20 @@ class Loop:
         for operation_id in list(self._sampling):
             del self._sampling[operation_id]
             self._samplers.abort(operation_id)
-            self._fail(operation_id, "server", _unexpected("sampling", error))
+            self._answers.fail(operation_id, "server", unexpected("sampling", error))
 
     def _whole(self, lane: Lane) -> None:
-        """One operation that is run in one go."""
+        """One operation that is run in one go, once what it reads has been read; of a save, the copying."""
         entry = self._lanes.head(lane)
         operation = entry.operation
         self._lanes.served(lane)
         try:
             with self._clock.phase(_PHASES.get(type(operation), "other")):
-                result = self._operations.run(operation)
+                job = self._operations.on_disk(operation) if entry.found is None else None
+                if job is not None:
+                    self._to_the_disk(entry, lane, job)
+                    return
+                result = self._operations.run(operation, entry.found)
         except Exception as error:  # disk, XLA or a bug: its own future says so, other tenants' operations go on
             self._lanes.remove(entry, lane)
             self._failed(entry.operation_id, operation, error)
@@ -248,8 +260,31 @@ class Loop:
             if isinstance(result, OptimStepResult):
                 self._totals.optimizer_steps += result.applied
             self._publish()
-            self._finished(entry.operation_id, result)
+            self._answers.finished(entry.operation_id, result)
         self._release(operation)
+
+    def _to_the_disk(self, entry: Entry, lane: Lane, job: Callable[[], Any]) -> None:
+        self._disk.submit(entry.operation_id, entry.operation, lane, job)
+        entry.started = True
+        if isinstance(entry.operation, SAVES):
+            self._lanes.remove(entry, lane)  # a load keeps its place until what it asks for is here
+
+    def _off_the_disk(self, done: DiskDone) -> None:
+        operation = self._disk.end(done)
+        if isinstance(operation, SAVES):
+            if done.error is None:
+                self._answers.finished(done.operation_id, done.value)
+            else:
+                self._failed(done.operation_id, operation, done.error)
+            return
+        queued = self._lanes.find(done.operation_id)
+        if queued is None:
+            return  # its model was removed meanwhile, and it has been answered
+        queued[0].found = done.value
+        if done.error is not None:
+            self._lanes.remove(*queued)
+            self._failed(done.operation_id, operation, done.error)
+            self._release(operation)
 
     def _micro_batch(self) -> None:
         """One micro-batch, of rows of the models in turn."""
@@ -281,7 +316,7 @@ class Loop:
             if result is not None:
                 self._totals.trained_tokens += int(result.metrics.get("num_datum_tokens:sum", 0))
                 self._lanes.remove(entry, lane)
-                self._finished(entry.operation_id, result)
+                self._answers.finished(entry.operation_id, result)
 
     def _begin(self, entry: Entry, lane: Lane) -> Work | None:
         """A forward_backward, checked and packed, if need be now; None if it is at fault, and has been answered."""
@@ -305,14 +340,14 @@ class Loop:
     def _lose_gradients(self, chosen: list[tuple[Entry, Lane]], error: Exception) -> None:
         """A micro-batch failed: part of its works' gradient may be in the accumulators, and part is not."""
         log.error("A micro-batch failed", exc_info=error)
-        text = _unexpected("forward_backward", error)
+        text = unexpected("forward_backward", error)
         for lane in dict.fromkeys(lane for _, lane in chosen):
             if self._is_whole(lane[1], drop_gradient=True):
                 text += f" What model {lane[1]!r} had accumulated since its last optim_step was dropped."
         for entry, lane in chosen:
             self._lanes.served(lane)
             self._lanes.remove(entry, lane)
-            self._fail(entry.operation_id, "server", text)
+            self._answers.fail(entry.operation_id, "server", text)
 
     def _is_whole(self, model_id: str, *, drop_gradient: bool = False) -> bool:
         """Whether a model outlived a failure. A program that fails may have taken the arrays along that it was given.
@@ -333,37 +368,28 @@ class Loop:
 
     # Answering.
 
-    def _finished(self, operation_id: str, result: Result | ForwardBackwardResult) -> None:
-        self._link.answer(Finished(operation_id, result))
-
     def _failed(self, operation_id: str, operation: Operation, error: Exception) -> None:
-        """An error that was raised on purpose is the request's fault, unless it was ours to write a file."""
-        if isinstance(error, LocoError) and not isinstance(error, DeadlineError):
-            category: Literal["user", "server"] = "server" if isinstance(operation, _SAVES) else "user"
-            self._fail(operation_id, category, str(error))
-            return
-        log.error("%s failed", type(operation).__name__, exc_info=error)
-        self._fail(operation_id, "server", _unexpected(type(operation).__name__, error))
+        """Tells an error; one that nobody raised on purpose may have taken its model along."""
+        on_purpose = self._answers.failed(operation_id, operation, error)
         lane = None if isinstance(operation, Sample) else lane_of(operation)
-        if lane is not None and lane[0] == "model":
+        if not on_purpose and lane is not None and lane[0] == "model":
             self._is_whole(lane[1])
 
-    def _fail(self, operation_id: str, category: Literal["user", "server"], text: str) -> None:
-        self._totals.failures += 1
-        self._link.answer(Failed(operation_id, category, text))
-
     def _fail_the_rest(self) -> None:
-        left = [*self._sampling, *(entry.operation_id for entry in self._lanes.entries())]
-        left += [message.operation_id for held in self._held.values() for message in held]
+        self._disk.close()
+        late: list[str] = []
         while True:
             try:
                 message = self._link.inbox.get_nowait()
             except queue.Empty:
                 break
             if isinstance(message, Submit):
-                left.append(message.operation_id)
-        for operation_id in left:
-            self._fail(operation_id, "server", "The engine was stopped before this was done. Send it again.")
+                late.append(message.operation_id)
+            elif isinstance(message, DiskDone):
+                self._off_the_disk(message)
+        left = [*self._sampling, *(entry.operation_id for entry in self._lanes.entries())]
+        for operation_id in [*left, *self._held.operation_ids(), *self._disk.unfinished(), *late]:
+            self._answers.fail(operation_id, "server", "The engine was stopped before this was done. Send it again.")
 
     def _publish(self) -> None:
         """Tells the link what is open now."""
@@ -377,7 +403,6 @@ class Loop:
         if now < self._next_status:
             return
         self._next_status = now + self._status_seconds
-        num_held = sum(len(held) for held in self._held.values())
         self._link.tell(
             engine_status(
                 self._trainer,
@@ -385,12 +410,9 @@ class Loop:
                 self._lanes,
                 self._clock,
                 self._totals,
-                num_held=num_held,
+                num_held=len(self._held),
+                num_disk_jobs=len(self._disk),
                 num_unacknowledged=self._link.num_unacknowledged,
             )  # fmt: skip
         )
 
-
-def _unexpected(what: str, error: Exception) -> str:
-    lines = str(error).strip().splitlines() or ["no text"]
-    return f"The server failed at {what} ({type(error).__name__}: {lines[0][:500]}). Its log says more."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from locojax.errors import RequestError
@@ -81,7 +82,7 @@ class Sampling(Protocol):
 
 
 class Operations:
-    """Runs operations other than ForwardBackward and Sample, each whole.
+    """Runs operations other than ForwardBackward and Sample, each whole but for what it does on the disk.
 
     Args:
       base: the model that the adapters are beside.
@@ -94,20 +95,52 @@ class Operations:
         self._alpha, self._max_rank = alpha, max_rank
         self._seeds: dict[str, int | None] = {}  # of each model's fresh weights; None: they came from elsewhere
 
-    def run(self, operation: Operation) -> Result:
+    def on_disk(self, operation: Operation) -> Callable[[], Any] | None:
+        """What the operation reads or writes, to be called on any thread, or None if it does neither.
+
+        Of a save it is all that is left to do, and returns `Saved`: the copy has been taken when this returns. What it
+        returns of a load or an opening is to be given to `run`.
+
+        Raises:
+          LocoError: it can't be done as asked.
+        """
+        match operation:
+            case SaveState(model_id, directory):
+                lora, state = self._known(model_id), self._trainer.state(model_id)
+                seed = self._seeds.get(model_id)
+                write = partial(tenant_checkpoints.write_state, pathlib.Path(directory), state, lora, seed, self._base)
+                return partial(_saved, write)
+            case SaveAdapter(model_id, directory):
+                lora, adapter = self._known(model_id), self._trainer.adapter(model_id)
+                write = partial(tenant_checkpoints.write_adapter, pathlib.Path(directory), adapter, lora, self._base)
+                return partial(_saved, write)
+            case RestoreModel(model_id, directory, optimizer):
+                self._refuse_known(model_id)
+            case LoadWeights(model_id, directory, optimizer):
+                self._known(model_id)
+            case OpenSampler(model_id=None, directory=str(directory)):
+                return partial(tenant_checkpoints.read_adapter, pathlib.Path(directory), self._base)
+            case _:
+                return None
+        return partial(tenant_checkpoints.read_checkpoint, pathlib.Path(directory), self._base, optimizer=optimizer)
+
+    def run(self, operation: Operation, found: Any = None) -> Result:
         """The operation's result.
+
+        Args:
+          found: what `on_disk` read.
 
         Raises:
           LocoError: it can't be done as asked; nothing has changed.
-          TypeError: a ForwardBackward or a Sample.
+          TypeError: a ForwardBackward or a Sample, or a save, of which `on_disk` does all.
         """
         match operation:
             case CreateModel():
                 return self._create(operation)
             case RestoreModel():
-                return self._restore(operation)
+                return self._restore(operation, found)
             case LoadWeights():
-                return self._load(operation)
+                return self._load(operation, found)
             case RemoveModel(model_id):
                 if model_id in self._trainer.model_ids:  # else it is gone already, which is what was asked for
                     self._trainer.remove(model_id)
@@ -115,19 +148,8 @@ class Operations:
                 return None
             case OptimStep(model_id, adam):
                 return self._trainer.optim_step(model_id, adam)
-            case SaveState(model_id, directory):
-                lora = self._known(model_id)
-                state = self._trainer.state(model_id)
-                size = tenant_checkpoints.write_state(
-                    pathlib.Path(directory), state, lora, self._seeds.get(model_id), self._base
-                )
-                return Saved(size)
-            case SaveAdapter(model_id, directory):
-                lora = self._known(model_id)
-                adapter = self._trainer.adapter(model_id)
-                return Saved(tenant_checkpoints.write_adapter(pathlib.Path(directory), adapter, lora, self._base))
             case OpenSampler():
-                self._open(operation)
+                self._open(operation, found)
                 return None
             case CloseSampler(sampler_id):
                 self._samplers.close(sampler_id)
@@ -149,12 +171,9 @@ class Operations:
         self._seeds[model_id] = seed
         return self._model_state(model_id)
 
-    def _restore(self, operation: RestoreModel) -> ModelState:
+    def _restore(self, operation: RestoreModel, found: TenantCheckpoint) -> ModelState:
         model_id = operation.model_id
         self._refuse_known(model_id)
-        found = tenant_checkpoints.read_checkpoint(
-            pathlib.Path(operation.directory), self._base, optimizer=operation.optimizer
-        )
         self._trainer.create(model_id, found.lora, found.seed or 0)
         try:
             self._take_over(model_id, found, operation.optimizer)
@@ -163,11 +182,9 @@ class Operations:
             raise
         return self._model_state(model_id)
 
-    def _load(self, operation: LoadWeights) -> ModelState:
-        model_id, directory = operation.model_id, pathlib.Path(operation.directory)
-        lora = self._known(model_id)
-        found = tenant_checkpoints.read_checkpoint(directory, self._base, optimizer=operation.optimizer)
-        tenant_checkpoints.check_same(found.lora, lora, directory)
+    def _load(self, operation: LoadWeights, found: TenantCheckpoint) -> ModelState:
+        model_id = operation.model_id
+        tenant_checkpoints.check_same(found.lora, self._known(model_id), pathlib.Path(operation.directory))
         self._take_over(model_id, found, operation.optimizer)
         return self._model_state(model_id)
 
@@ -176,7 +193,7 @@ class Operations:
         self._trainer.restore(model_id, found.state or {"trainable": found.adapter}, optimizer=optimizer)
         self._seeds[model_id] = found.seed
 
-    def _open(self, operation: OpenSampler) -> None:
+    def _open(self, operation: OpenSampler, found: tuple[LoraSpec, dict[str, Any]] | None) -> None:
         sampler_id = operation.sampler_id
         if operation.model_id is not None and operation.directory is not None:
             raise RequestError(f"Sampler {sampler_id!r} is to have two sources", expected="a model or a directory")
@@ -185,7 +202,8 @@ class Operations:
             version = self._trainer.policy_version(operation.model_id)
             self._samplers.open(sampler_id, self._trainer.adapter(operation.model_id), lora, version)
         elif operation.directory is not None:
-            lora, adapter = tenant_checkpoints.read_adapter(pathlib.Path(operation.directory), self._base)
+            assert found is not None, "its directory has been read"
+            lora, adapter = found
             if lora.rank > self._max_rank:
                 raise RequestError(
                     f"The adapter in {pathlib.Path(operation.directory).name!r} has too high a rank",
@@ -215,3 +233,7 @@ class Operations:
         fields = {field.name for field in dataclasses.fields(AdapterConfig)} - {"seed"}
         adapter = AdapterConfig(seed=self._seeds[model_id], **{name: getattr(lora, name) for name in fields})
         return ModelState(adapter, lora.alpha, self._trainer.policy_version(model_id))
+
+
+def _saved(write: Callable[[], int]) -> Saved:
+    return Saved(write())

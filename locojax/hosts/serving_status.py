@@ -28,12 +28,14 @@ def engine_status(
     totals: Totals,
     *,
     num_held: int,
+    num_disk_jobs: int,
     num_unacknowledged: int,
 ) -> EngineStatus:
     """The present figures.
 
     Args:
       num_held: samples that wait for their sampler to be opened.
+      num_disk_jobs: checkpoints that are being written or read.
       num_unacknowledged: answers that no front end has stored yet.
     """
     stats, waiting = samplers.stats, samplers.num_waiting
@@ -43,6 +45,7 @@ def engine_status(
         "num_models": len(trainer.model_ids),
         "num_samplers": len(samplers.ids),
         "num_queued_operations": len(lanes),
+        "num_disk_jobs": num_disk_jobs,
         "num_unacknowledged_answers": num_unacknowledged,
     }
     running = {
