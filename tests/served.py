@@ -24,9 +24,11 @@ HEADERS = {"X-API-Key": "tml-test-key"}
 MODEL = "test/tiny-model"
 
 
-def make_app(folder: pathlib.Path, keys: Sequence[str] | None = None, **settings: Any) -> FastAPI:
+def make_app(
+    folder: pathlib.Path, keys: Sequence[str] | None = None, ring: KeyRing | None = None, **settings: Any
+) -> FastAPI:
     service = Service(ServiceSettings(data_dir=folder, **settings), str(folder / "engine.sock"), AUTHKEY)
-    return create_app(service, keys=KeyRing(keys), load_tokenizer=tiny_tokenizer)
+    return create_app(service, keys=ring or KeyRing(keys), load_tokenizer=tiny_tokenizer)
 
 
 @contextlib.asynccontextmanager
@@ -34,14 +36,15 @@ async def served(
     folder: pathlib.Path,
     keys: Sequence[str] | None = None,
     failures: Mapping[type, str] | None = None,
+    headers: Mapping[str, str] = HEADERS,
     **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application whose engine is ready. `failures`: see `FakeEngine`."""
+    """A client of an application whose engine is ready. `failures`: see `FakeEngine`; `headers`: the client's."""
     app = make_app(folder, keys, **settings)
     engine = FakeEngine(str(folder / "engine.sock"), model_name=MODEL)
     engine.failures.update(failures or {})
     with engine:
-        async with app.router.lifespan_context(app), client_of(app) as client:
+        async with app.router.lifespan_context(app), client_of(app, headers=dict(headers)) as client:
             while (await client.get("/api/v1/healthz")).status_code != 200:
                 await asyncio.sleep(0.01)
             yield client
@@ -52,6 +55,12 @@ def client_of(app: FastAPI, **options: Any) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     settings = {"base_url": "http://127.0.0.1", "headers": HEADERS, "timeout": 60, **options}
     return httpx.AsyncClient(transport=transport, **settings)
+
+
+def as_another(client: httpx.AsyncClient, key: str) -> httpx.AsyncClient:
+    """A client of the same application that has another API key."""
+    transport = client._transport
+    return httpx.AsyncClient(transport=transport, base_url=client.base_url, headers={"X-API-Key": key}, timeout=60)
 
 
 @contextlib.contextmanager

@@ -124,7 +124,7 @@ def test_a_database_of_another_version_is_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
         Store(_url(tmp_path))
     text = str(refused.value)
-    assert "Got: schema version 99. Expected: schema version 1." in text and "--data-dir" in text
+    assert "Got: schema version 99. Expected: schema version 2." in text and "--data-dir" in text
 
 
 def test_databases_that_cannot_be_used_are_told(tmp_path):
@@ -145,3 +145,19 @@ def test_meta_values(tmp_path):
         store.close()
 
     run(test())
+
+
+def test_a_database_without_owners_is_brought_up_to_date(tmp_path):
+    Store(_url(tmp_path)).close()
+    with sqlite3.connect(tmp_path / "s.sqlite") as connection:
+        for table in ("sessions", "models", "checkpoints"):
+            connection.execute(f"alter table {table} drop column owner")
+        connection.execute("insert into sessions (session_id, created_at, last_seen, state) values ('s', 1, 1, 'active')")
+        connection.execute("update meta set value = '1' where key = 'schema_version'")
+    connection.close()
+    for _ in range(2):
+        store = Store(_url(tmp_path))
+        assert store.meta("schema_version") == "2"
+        (session,) = store.load(Session)
+        assert session.session_id == "s" and session.owner is None
+        store.close()

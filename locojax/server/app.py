@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import locojax
 from locojax.errors import LocoError, RequestError
-from locojax.server import auth, openai, openai_requests, requests
+from locojax.server import auth, callers, openai, openai_requests, requests
 from locojax.server.metrics import Metrics
 from locojax.server.openai_requests import ChatTokenizer
 from locojax.server.routes_base import Routes, Workers, answer
@@ -118,7 +118,8 @@ class Gate:
         watched = _Watched(send)
         try:
             refusal = self._refusal(scope)
-            await (refusal or self._app)(scope, receive, watched)
+            with callers.calling(self._caller(scope)):
+                await (refusal or self._app)(scope, receive, watched)
         except ClientDisconnect:
             pass  # nobody is left to be answered
         except asyncio.CancelledError:
@@ -139,8 +140,7 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> Response | None:
         """The answer to a request that may not pass; None: it may."""
-        path = scope["path"]
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        path, headers = scope["path"], _headers(scope)
         if self._keys.any_key and not auth.names_loopback(headers.get("host")):
             text = (
                 "A server without API keys answers only to localhost, 127.0.0.1 and ::1. "
@@ -154,6 +154,12 @@ class Gate:
             refusal.headers["WWW-Authenticate"] = 'Basic realm="LoCoJAX: any name, and an API key as the password"'
         return refusal
 
+    def _caller(self, scope: Scope) -> callers.Caller:
+        """Whose request it is. One that needs no key is nobody's: its signature says what it may have."""
+        headers = _headers(scope)
+        key = auth.bearer_key(headers)
+        return self._keys.caller(key if self._keys.accepts(key) else auth.page_key(headers))
+
     def _opens(self, path: str, method: str, headers: dict[str, str]) -> bool:
         if self._keys.accepts(auth.bearer_key(headers)):
             return True
@@ -162,6 +168,10 @@ class Gate:
         if self._keys.any_key:
             return path in _PERSONS or path.startswith("/page/") or auth.sent_by_page(headers)
         return harmless and self._keys.accepts(auth.page_key(headers))
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 class _Watched:

@@ -2,20 +2,23 @@
 
 Without configured keys the server answers to any key of Tinker's form (`tml-...`), but only on this machine: it binds
 to loopback alone, and a request must name a loopback host, so that a web page of another site whose name was made to
-resolve to 127.0.0.1 gets nothing. With configured keys every request needs one of them, the web page's too.
+resolve to 127.0.0.1 gets nothing. With configured keys every request needs one of them, the web page's too; a key may
+have its owner's name before it, and different owners don't see one another's things (see `callers`).
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import hmac
 import ipaddress
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from locojax.errors import ConfigError
+from locojax.server.callers import Caller
 
 KEY_PREFIX = "tml-"
 KEYS_VARIABLE = "LOCOJAX_API_KEYS"
@@ -32,10 +35,13 @@ class KeyRing:
 
     Args:
       keys: the configured keys, or None: any key that starts with `tml-`.
+      owners: the name of each key's owner; "": the key is an owner of its own, known by its hash.
     """
 
-    def __init__(self, keys: Iterable[str] | None):
+    def __init__(self, keys: Iterable[str] | None, owners: Sequence[str] | None = None):
         self._keys = None if keys is None else tuple(key.encode() for key in keys)
+        names = owners or [""] * len(self._keys or ())
+        self._owners = tuple(name or _fingerprint(key) for name, key in zip(names, self._keys or (), strict=True))
 
     def __repr__(self) -> str:
         return "KeyRing(any tml- key)" if self._keys is None else f"KeyRing({len(self._keys)} keys)"
@@ -57,6 +63,16 @@ class KeyRing:
             right |= hmac.compare_digest(known, given)
         return right
 
+    def caller(self, key: str | None) -> Caller:
+        """Whose an accepted key is."""
+        if not key or self._keys is None:
+            return Caller()
+        given = key.encode("utf-8", errors="surrogateescape")
+        owner = None
+        for known, its_owner in zip(self._keys, self._owners, strict=True):
+            owner = its_owner if hmac.compare_digest(known, given) else owner
+        return Caller(owner, is_apart=owner is not None and len(set(self._owners)) > 1)
+
     def refusal(self, key: str | None) -> str:
         """The text of a 401. It doesn't repeat the key."""
         if not key:
@@ -68,6 +84,8 @@ class KeyRing:
 
 def load_keys(file: pathlib.Path | None, environment: Mapping[str, str]) -> KeyRing:
     """The keys of a file (one a line, # begins a comment), else of $LOCOJAX_API_KEYS (commas), else any.
+
+    A key may have its owner's name before it: `ann tml-...`. Keys of one name are one owner's.
 
     Raises ConfigError for a file that can't be read or holds no keys, and for a key that clients would not send.
     """
@@ -85,7 +103,8 @@ def load_keys(file: pathlib.Path | None, environment: Mapping[str, str]) -> KeyR
         where, words = f"${KEYS_VARIABLE}", [word.strip() for word in environment[KEYS_VARIABLE].split(",")]
     else:
         return KeyRing(None)
-    keys = [word for word in words if word]
+    named = [_named(word) for word in words if word]
+    owners, keys = [name for name, _ in named], [key for _, key in named]
     if not keys:
         raise ConfigError(f"{where} holds no API key", expected=f"keys of at least {_SHORTEST} characters")
     for position, key in enumerate(keys, start=1):
@@ -102,7 +121,20 @@ def load_keys(file: pathlib.Path | None, environment: Mapping[str, str]) -> KeyR
                 expected=f"at least {_SHORTEST}, ASCII, no spaces",
                 remedy="Make one: echo tml-$(openssl rand -hex 24)",
             )
-    return KeyRing(keys)
+    return KeyRing(keys, owners)
+
+
+def _named(line: str) -> tuple[str, str]:
+    """The owner's name ("": none is given) and the key."""
+    parts = line.split()
+    if len(parts) == 2 and parts[1].startswith(KEY_PREFIX) and not parts[0].startswith(KEY_PREFIX):
+        return parts[0], parts[1]
+    return "", line
+
+
+def _fingerprint(key: bytes) -> str:
+    """What the database knows the owner of a key without a name by; it tells nothing of the key."""
+    return "key-" + hashlib.sha256(b"locojax owner " + key).hexdigest()[:16]
 
 
 def is_loopback(host: str) -> bool:

@@ -152,8 +152,10 @@ class CheckpointFiles:
 
     def clean(self, keep: set[str]) -> None:
         """Deletes what was being written or deleted when the server last ended, except these directories."""
+        kept = {pathlib.Path(one).name for one in keep}
         for left in self._incoming.iterdir():
-            if str(left) not in keep:
+            # The engine, which may have lived on, writes `.<name>.<random>.unfinished` and renames it at last.
+            if left.name.lstrip(".").partition(".")[0] not in kept:
                 shutil.rmtree(left, ignore_errors=True)
 
 

@@ -112,6 +112,7 @@ class Futures:
       store, settings: see there.
       explain: why a request isn't done: its queue state and a sentence, for the 408 body.
       missing: the error for a request id that isn't in the book: 404 (never was) or 410 (is no longer kept).
+      may_see: whether the caller may know of what belongs to a session.
       stop: ends a pending request early, if that can be.
       find_sampler: raises ServiceError for a sampling session that never was.
       stored: told an operation's id once its answer is on disk.
@@ -121,6 +122,7 @@ class Futures:
         self._store, self._settings = store, settings
         self.explain: Callable[[FutureRecord], tuple[str, str | None]]
         self.missing: Callable[[str], ServiceError]
+        self.may_see: Callable[[str], bool]
         self.stop: Callable[[FutureRecord], None]
         self.find_sampler: Callable[[str], None]
         self.stored: Callable[[str], None]
@@ -141,9 +143,7 @@ class Futures:
 
         Call `delivered` once the answer has been written out.
         """
-        record = self._records.get(request_id)
-        if record is None:
-            raise self.missing(request_id)
+        record = self._seen(request_id)
         if record.state == "pending":
             event = self._waiters.setdefault(request_id, asyncio.Event())
             try:
@@ -174,6 +174,8 @@ class Futures:
         """The client has the answer: from now on the short retention counts."""
         record = self._records.get(request_id)
         if record is None or record.state == "pending" or record.delivered_at is not None:
+            return
+        if not self.may_see(record.session_id):
             return
         record.delivered_at = time.time()
         self._delivered.append({"id": request_id, "at": record.delivered_at})
@@ -212,12 +214,16 @@ class Futures:
 
     async def cancel(self, request_id: str) -> dict[str, Any]:
         """POST /cancel_future: a sample ends with what it has; what waits fails; what is done stays. 404: unknown."""
-        record = self._records.get(request_id)
-        if record is None:
-            raise self.missing(request_id)
+        record = self._seen(request_id)
         if record.state == "pending":
             self.stop(record)
         return {}
+
+    def _seen(self, request_id: str) -> FutureRecord:
+        record = self._records.get(request_id)
+        if record is None or not self.may_see(record.session_id):
+            raise self.missing(request_id)
+        return record
 
     # The book.
 

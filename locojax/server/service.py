@@ -9,8 +9,8 @@
     checkpoints   training runs, checkpoints, weights_info   (service_checkpoints.py)
 
 Every method is a coroutine of the one event loop, takes what a request holds and returns the JSON that answers it; a
-refusal is a `ServiceError`, whose status is 400, 401, 403, 404, 410, 413, 422, 409 (publish alone) or 429 (asample
-alone, when too much waits).
+refusal is a `ServiceError`, whose status is 400, 401, 403, 404, 410, 413, 422 or 429 (asample alone, when too much
+waits): clients repeat 408, 409, 429 and 5xx for minutes, so what repeating can't mend is none of these.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Service:
         self._names = names = ModelNames(settings.model_names, lambda: engine.info)
         sequences = self._sequences = SequenceBook(store, settings)
         files = CheckpointFiles(settings.data_dir)
-        self.checkpoints = CheckpointDesk(store, settings, files, names, self._signing_key())
+        self.checkpoints = CheckpointDesk(store, settings, files, names, self.sessions, self._signing_key())
         self.sampling = SamplingDesk(
             store, settings, self.futures, engine, self.sessions, names, self.checkpoints, sequences
         )
@@ -80,6 +80,7 @@ class Service:
         )
         self.futures.explain = self._explain
         self.futures.missing = self._missing
+        self.futures.may_see = self.sessions.may_see
         self.futures.stop = self._stop
         self.futures.stored = engine.link.acknowledge
         self.futures.find_sampler = self._find_sampler
@@ -143,19 +144,22 @@ class Service:
         """For the web page and metrics.
 
         engine (state: "ready" or "starting", doing, num_restarts, info, gauges, totals, seconds, queues), futures by
-        state, sessions, models, samplers, checkpoints (their number), errors (the last ones), uptime.
+        state, sessions, models, samplers, checkpoints (their number), errors (the last ones), uptime. Of what has an
+        owner, the caller's; the engine's figures are of all.
         """
+        seen = self.sessions.may_see
         return {
             "engine": self._engine_status(),
             "futures": self.futures.counts(),
             "sessions": [self._session_status(session) for session in self.sessions.active()],
-            "models": [self._model_status(line) for line in self._models.lines()],
+            "models": [self._model_status(line) for line in self._models.lines() if seen(line.model.session_id)],
             "samplers": [
                 {"sampler_id": one.sampler_id, "kind": one.kind, "model_path": one.model_path, "model_id": one.model_id}
                 for one in self.sampling.samplers()
+                if seen(one.session_id)
             ],
             "num_checkpoints": self.checkpoints.num_checkpoints(),
-            "errors": [*self.futures.last_errors],
+            "errors": [one for one in self.futures.last_errors if seen(_session_of(one["request_id"]))],
             "uptime": time.time() - self._started_at,
             "names": [*self._names.all()],
         }  # fmt: skip
@@ -170,7 +174,7 @@ class Service:
         if status is not None:
             body |= {
                 "gauges": dict(status.gauges), "totals": dict(status.totals), "seconds": dict(status.seconds),
-                "queues": dict(status.queues),
+                "queues": {name: n for name, n in status.queues.items() if self.sessions.may_see(_session_of(name))},
             }  # fmt: skip
         if info is not None:
             body["info"] = {
@@ -210,7 +214,8 @@ class Service:
     def _missing(self, request_id: str) -> ServiceError:
         """A request of a model or sampling session that we know was there once, or may as well be sent again."""
         owner, _, last = request_id.rpartition(":")
-        if (self._models.knows(owner) and self._models.used(owner, last)) or self.sampling.knows(owner):
+        was_known = (self._models.knows(owner) and self._models.used(owner, last)) or self.sampling.knows(owner)
+        if was_known and self.sessions.may_see(_session_of(request_id)):
             return ServiceError(
                 410,
                 f"The result of the request {request_id} is no longer kept",
@@ -239,3 +244,8 @@ class Service:
                     self.sampling.tick(now)
             except Exception:  # a full disk or an absent database must not end all upkeep: the next tick tries again
                 log.exception("Upkeep failed; trying again in %g s", self._settings.tick)
+
+
+def _session_of(id: str) -> str:
+    """The session that a model, a sampling session or a request belongs to: their ids begin with its own."""
+    return id.partition(":")[0]

@@ -13,12 +13,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from locojax.server import callers
 from locojax.server.checkpoints import KINDS, CheckpointFiles, TinkerPath, UrlSigner, checked_ttl
 from locojax.server.service_errors import ServiceError
 from locojax.server.service_names import ModelNames, digest_of
 from locojax.server.service_settings import ServiceSettings
 from locojax.server.service_times import iso_time
-from locojax.server.sessions import OWNER, text_metadata
+from locojax.server.sessions import OWNER, Sessions, text_metadata
 from locojax.server.store import Store, count, row, select
 from locojax.server.store_tables import CHECKPOINTS, IDEMPOTENCY, MODELS, Checkpoint, Model
 from locojax.types import PEFT_FILES
@@ -34,8 +35,11 @@ class CheckpointDesk:
     All checkpoints are known in memory: there are as many as directories.
     """
 
-    def __init__(self, store: Store, settings: ServiceSettings, files: CheckpointFiles, names: ModelNames, key: bytes):
-        self._store, self._settings, self._files, self._names = store, settings, files, names
+    def __init__(
+        self, store: Store, settings: ServiceSettings, files: CheckpointFiles, names: ModelNames, sessions: Sessions,
+        key: bytes,
+    ):  # fmt: skip
+        self._store, self._settings, self._files, self._names, self._sessions = store, settings, files, names, sessions
         self._signer = UrlSigner(key)
         self._known: dict[Key, Checkpoint] = {}
         self._writing: set[Key] = set()
@@ -44,10 +48,13 @@ class CheckpointDesk:
 
     async def training_runs(self, *, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         """GET /training_runs -> {"training_runs", "cursor"}, newest first."""
+        only = callers.only_of()
+        mine = [] if only is None else [sa.or_(MODELS.c.owner.is_(None), MODELS.c.owner == only)]
 
         def query(connection: sa.Connection) -> tuple[list[Model], int]:
             newest = MODELS.c.created_at.desc()
-            return select(connection, Model, order_by=newest, limit=limit, offset=offset), count(connection, Model)
+            models = select(connection, Model, *mine, order_by=newest, limit=limit, offset=offset)
+            return models, count(connection, Model, *mine)
 
         models, total = await self._store.read(query)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
@@ -64,25 +71,28 @@ class CheckpointDesk:
 
     async def all(self, *, limit: int = 100, offset: int = 0) -> dict[str, Any]:
         """GET /checkpoints -> {"checkpoints", "cursor"}, newest first."""
-        newest = self._newest(self._known.values())
+        newest = self._newest(one for one in self._known.values() if callers.may_see(one.owner))
         cursor = {"offset": offset, "limit": limit, "total_count": len(newest)}
         return {"checkpoints": [checkpoint_json(one) for one in newest[offset : offset + limit]], "cursor": cursor}
 
     async def delete(self, run_id: str, checkpoint_id: str) -> None:
         """DELETE .../checkpoints/{ckpt}: the files too. 404: unknown."""
-        await self._delete(self._find(TinkerPath.of(run_id, checkpoint_id)))
+        await self._delete(self._own(run_id, checkpoint_id))
 
     async def publish(self, run_id: str, checkpoint_id: str, public: bool) -> None:
-        """POST / DELETE .../publish. ServiceError 409 when it is so already."""
-        checkpoint = self._find(TinkerPath.of(run_id, checkpoint_id))
-        if checkpoint.public == public:
-            raise ServiceError(409, f"{checkpoint.tinker_path} is {'public' if public else 'private'} already")
-        checkpoint.public = public
-        await self._store.update(checkpoint, "public")
+        """POST / DELETE .../publish. What is so already stays so.
+
+        The hosted service answers 409 then, which its client repeats for five minutes; and a client that never got the
+        first answer asks again.
+        """
+        checkpoint = self._own(run_id, checkpoint_id)
+        if checkpoint.public != public:
+            checkpoint.public = public
+            await self._store.update(checkpoint, "public")
 
     async def set_ttl(self, run_id: str, checkpoint_id: str, ttl_seconds: int | None) -> None:
         """PUT .../ttl; None: for ever. Allowed: 3600 s to 10 years."""
-        checkpoint = self._find(TinkerPath.of(run_id, checkpoint_id))
+        checkpoint = self._own(run_id, checkpoint_id)
         checkpoint.expires_at = _expiry(checked_ttl(ttl_seconds))
         await self._store.update(checkpoint, "expires_at")
 
@@ -144,13 +154,16 @@ class CheckpointDesk:
         source_path = TinkerPath.parse(request["source_path"])
         source = self._find(source_path)
         session_id, number = request.get("session_id"), request.get("model_seq_id")
+        if session_id is not None and not self._sessions.may_see(session_id):
+            self._sessions.known(session_id)  # says that there is none
         run_id = f"copy-{uuid.uuid4().hex}" if session_id is None else f"{session_id}:train:{number}"
         target = TinkerPath(run_id, source_path.kind, source_path.name)
         self.reserve(target)
         try:
             size = await asyncio.to_thread(self._files.copy, source_path, target)
-            await self._add_run(run_id, source, session_id, number)
-            await self._add(target, source, size, session_id, request.get("ttl_seconds"), source.user_metadata)
+            owner = callers.owner()
+            await self._add_run(run_id, source, session_id, number, owner)
+            await self._add(target, source, size, session_id, request.get("ttl_seconds"), source.user_metadata, owner)
         except FileNotFoundError as error:
             raise _gone(source_path) from error
         finally:
@@ -189,8 +202,8 @@ class CheckpointDesk:
             return self._files.place(written, target)
 
         size = await asyncio.to_thread(copy)
-        await self._add_run(run_id, described, None, None)
-        await self._add(target, described, size, None, None, None)
+        await self._add_run(run_id, described, None, None, None)
+        await self._add(target, described, size, None, None, None, None)
         return {"tinker_path": str(target)}
 
     # For the other desks.
@@ -208,8 +221,8 @@ class CheckpointDesk:
         return self._find(path), self._files.directory(path)
 
     def paths(self, kind: str) -> list[str]:
-        """All checkpoints' paths of a kind, newest first."""
-        return [one.tinker_path for one in self._newest(self._known.values()) if one.kind == kind]
+        """The paths of a kind's checkpoints, newest first."""
+        return [one.tinker_path for one in self._newest(filter(_is_seen, self._known.values())) if one.kind == kind]
 
     def reserve(self, path: TinkerPath, *, overwrite: bool = False) -> None:
         """Nobody else may now save under this name, until `release`. ServiceError 400: it is taken."""
@@ -237,7 +250,7 @@ class CheckpointDesk:
             path.run_id, path.kind, path.name, 0.0, size, model.base_model, model.rank, model.attention, model.mlp,
             model.unembed,
         )  # fmt: skip
-        await self._add(path, described, size, model.session_id, ttl_seconds, metadata)
+        await self._add(path, described, size, model.session_id, ttl_seconds, metadata, model.owner)
         self.release(path)
         return size
 
@@ -268,7 +281,15 @@ class CheckpointDesk:
 
     def _find(self, path: TinkerPath) -> Checkpoint:
         found = self._known.get((path.run_id, path.kind, path.name))
-        if found is None or (found.expires_at is not None and found.expires_at < time.time()):
+        if found is None or not _is_seen(found) or (found.expires_at is not None and found.expires_at < time.time()):
+            raise _gone(path)
+        return found
+
+    def _own(self, run_id: str, checkpoint_id: str) -> Checkpoint:
+        """One that the caller may change: others' public ones can only be read."""
+        path = TinkerPath.of(run_id, checkpoint_id)
+        found = self._find(path)
+        if not callers.may_see(found.owner):
             raise _gone(path)
         return found
 
@@ -286,19 +307,19 @@ class CheckpointDesk:
         return sorted(living, key=lambda one: one.created_at, reverse=True)
 
     def _of_run(self, run_id: str) -> list[Checkpoint]:
-        return self._newest(one for one in self._known.values() if one.run_id == run_id)
+        return self._newest(one for one in self._known.values() if one.run_id == run_id and _is_seen(one))
 
     async def _model(self, run_id: str) -> Model:
         found = await self._store.read(lambda connection: select(connection, Model, MODELS.c.model_id == run_id))
-        if not found:
+        if not found or not (callers.may_see(found[0].owner) or self._of_run(run_id)):
             raise ServiceError(404, f"There is no training run {run_id[:200]!r}")
         return found[0]
 
     def _run_json(self, model: Model) -> dict[str, Any]:
         checkpoints = self._of_run(model.model_id)
         body: dict[str, Any] = {
-            "training_run_id": model.model_id, "base_model": model.base_model, "model_owner": OWNER, "is_lora": True,
-            "corrupted": False, "lora_rank": model.rank, "last_request_time": iso_time(model.last_request),
+            "training_run_id": model.model_id, "base_model": model.base_model, "is_lora": True,
+            "model_owner": model.owner or OWNER, "corrupted": False, "lora_rank": model.rank, "last_request_time": iso_time(model.last_request),
             "user_metadata": text_metadata(model.user_metadata), "status": model.state,
         }  # fmt: skip
         for field, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
@@ -307,11 +328,12 @@ class CheckpointDesk:
 
     async def _add(
         self, path: TinkerPath, described: Checkpoint, size: int, session_id: str | None, ttl_seconds: int | None,
-        metadata: dict[str, Any] | None,
+        metadata: dict[str, Any] | None, owner: str | None,
     ) -> None:  # fmt: skip
         checkpoint = Checkpoint(
             path.run_id, path.kind, path.name, time.time(), size, described.base_model, described.rank,
             described.attention, described.mlp, described.unembed, session_id, _expiry(ttl_seconds), False, metadata,
+            owner,
         )  # fmt: skip
         values = row(checkpoint)
         same = sa.and_(
@@ -325,7 +347,9 @@ class CheckpointDesk:
         await self._store.write(job)
         self._known[path.run_id, path.kind, path.name] = checkpoint
 
-    async def _add_run(self, run_id: str, source: Checkpoint, session_id: str | None, number: int | None) -> None:
+    async def _add_run(
+        self, run_id: str, source: Checkpoint, session_id: str | None, number: int | None, owner: str | None
+    ) -> None:
         found = await self._store.read(lambda connection: count(connection, Model, MODELS.c.model_id == run_id))
         if not found:
             now = time.time()
@@ -333,6 +357,7 @@ class CheckpointDesk:
                 Model(
                     run_id, session_id or "", number or 0, now, now, source.base_model, "copied", 1, source.rank, None,
                     source.attention, source.mlp, source.unembed, source.user_metadata, source.tinker_path,
+                    owner=owner,
                 )
             )  # fmt: skip
 
@@ -350,6 +375,11 @@ class CheckpointDesk:
         if found is not None and found.digest != digest:
             raise ServiceError(400, "This idempotency key was sent before, with another request")
         return None if found is None else found.response
+
+
+def _is_seen(one: Checkpoint) -> bool:
+    """Whether the caller may read it."""
+    return one.public or callers.may_see(one.owner)
 
 
 def checkpoint_json(one: Checkpoint) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from locojax.errors import RequestError
 from locojax.hosts.protocol import AdapterConfig, EngineInfo, ModelState, Operation, RemoveModel
+from locojax.server import callers
 from locojax.server.checkpoints import TinkerPath
 from locojax.server.futures import Futures, Promise
 from locojax.server.service_checkpoints import CheckpointDesk
@@ -54,7 +55,7 @@ class Models:
         self, session_id: str, number: int, base_model: str, adapter: AdapterConfig, metadata: Mapping[str, Any] | None
     ) -> Model:
         """A model that isn't there yet. ServiceError 400: it is, or the session has as many as it may."""
-        self._sessions.require(session_id)
+        session = self._sessions.require(session_id)
         model_id = f"{session_id}:train:{number}"
         if model_id in self._lines:
             raise ServiceError(
@@ -71,6 +72,7 @@ class Models:
         return Model(
             model_id, session_id, number, now, now, base_model, "creating", 1, adapter.rank, adapter.seed,
             adapter.attention, adapter.mlp, adapter.unembed, None if metadata is None else dict(metadata),
+            owner=session.owner,
         )  # fmt: skip
 
     async def create(self, model: Model, kind: str, digest: str, operation: Operation) -> Promise:
@@ -126,9 +128,18 @@ class Models:
         await self._futures.save(record, self._store.updating(model, "next_seq", "last_request"))
         return Promise(record.request_id, model.model_id)
 
+    def creation(self, session_id: str, number: int, digest: str) -> Promise | None:
+        """The promise of the same creation, if it was asked for before. ServiceError 404: there is no such session."""
+        self._sessions.known(session_id)
+        model_id = f"{session_id}:train:{number}"
+        return self._promise(creation_of(model_id), model_id, digest)
+
     def promised(self, model_id: str, seq_id: int, digest: str) -> Promise | None:
         """The promise of the same request, if it came before."""
-        record = self._futures.known(f"{model_id}:{seq_id}", digest)
+        return self._promise(f"{model_id}:{seq_id}", model_id, digest)
+
+    def _promise(self, request_id: str, model_id: str, digest: str) -> Promise | None:
+        record = self._futures.known(request_id, digest)
         return None if record is None else Promise(record.request_id, model_id)
 
     def finished(self, record: FutureRecord) -> None:
@@ -151,7 +162,7 @@ class Models:
     def require(self, model_id: str) -> Line:
         """A model that is there, of a session that lives. ServiceError 404, 410, or 400 for one that was never made."""
         line = self._lines.get(model_id)
-        if line is None:
+        if line is None or not callers.may_see(line.model.owner):
             raise ServiceError(
                 404, f"There is no model {model_id[:200]!r}", expected="a model_id that create_model returned"
             )
@@ -217,7 +228,7 @@ class Models:
                 if self._slots.leaving:
                     return
                 self._queue.popleft()
-                holders = self._slots.taken(info.max_adapters)
+                holders = self._slots.taken(info.max_adapters, line.model.owner)
                 self._futures.fail(record, self._not_created(record, "user", holders)[1], "user")
                 continue
             self._queue.popleft()

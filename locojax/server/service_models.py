@@ -80,9 +80,10 @@ class Line:
         ahead = sum(1 for seq in self.unfinished if seq < record.seq)
         return "active", f"{ahead} operations of model {model.model_id} ahead"
 
-    def describe(self, now: float) -> str:
-        """For an error that tells who holds a slot."""
-        return f"{self.model.model_id} (last used {max(now - self.model.last_request, 0):.0f} s ago)"
+    def describe(self, now: float, owner: str | None) -> str:
+        """For an error that tells who holds a slot. `owner`: the reader's, who isn't shown others' ids."""
+        name = self.model.model_id if self.model.owner in (None, owner) else "another owner's model"
+        return f"{name} (last used {max(now - self.model.last_request, 0):.0f} s ago)"
 
 
 class Slots:
@@ -95,10 +96,10 @@ class Slots:
         self.held: dict[str, Line | None] = {}  # None: of a session that ended while this process was away
         self.leaving: set[str] = set()
 
-    def taken(self, max_adapters: int) -> str:
-        """The error of a creation for which there is no room."""
+    def taken(self, max_adapters: int, owner: str | None) -> str:
+        """The error of a creation for which there is no room, to be read by this owner."""
         now = time.time()
-        holders = ", ".join(line.describe(now) for line in self.held.values() if line is not None)
+        holders = ", ".join(line.describe(now, owner) for line in self.held.values() if line is not None)
         return (
             f"All {max_adapters} adapter slots of this server are taken. Held by: {holders}. "
             "Close a client that is no longer needed (its session then ends and its models are freed), wait for a dead "

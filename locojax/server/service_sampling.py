@@ -268,7 +268,9 @@ class SamplingDesk:
         return "active", f"{len(self._pending)} samples are running or waiting"
 
     def knows(self, sampler_id: str) -> bool:
-        return sampler_id in self._samplers
+        """Whether there is or was a sampling session that the caller may know of."""
+        sampler = self._samplers.get(sampler_id)
+        return sampler is not None and self._sessions.may_see(sampler.session_id)
 
     def samplers(self) -> list[Sampler]:
         return [one for one in self._samplers.values() if one.state == "open"]
@@ -333,7 +335,7 @@ class SamplingDesk:
 
     def _find(self, sampler_id: str) -> Sampler:
         sampler = self._samplers.get(sampler_id)
-        if sampler is None:
+        if sampler is None or not self.knows(sampler_id):
             raise ServiceError(
                 404,
                 f"There is no sampling session {sampler_id[:200]!r}",

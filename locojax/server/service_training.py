@@ -26,7 +26,7 @@ from locojax.server.futures import Futures, Promise
 from locojax.server.service_checkpoints import CheckpointDesk
 from locojax.server.service_engine import EngineDesk
 from locojax.server.service_errors import ServiceError
-from locojax.server.service_lifecycle import Models, creation_of
+from locojax.server.service_lifecycle import Models
 from locojax.server.service_names import ModelNames, digest_of
 from locojax.server.service_provenance import LOSS, SequenceBook
 from locojax.server.service_sampling import SamplingDesk
@@ -76,13 +76,12 @@ class TrainingDesk:
         """POST /create_model. Any `optimizer` but adamw is refused."""
         _check_optimizer(optimizer)
         digest = digest_of("create", base_model, dataclasses.astuple(adapter), user_metadata)
-        model_id = f"{session_id}:train:{model_seq_id}"
-        if (record := self._futures.known(creation_of(model_id), digest)) is not None:
-            return Promise(record.request_id, model_id)
+        if (promise := self._models.creation(session_id, model_seq_id, digest)) is not None:
+            return promise
         model = self._models.new_model(
             session_id, model_seq_id, self._names.checked(base_model), adapter, user_metadata
         )
-        return await self._models.create(model, "create_model", digest, CreateModel(model_id, adapter))
+        return await self._models.create(model, "create_model", digest, CreateModel(model.model_id, adapter))
 
     async def create_model_from(
         self,
@@ -98,15 +97,14 @@ class TrainingDesk:
         """POST /load_weights, new form: a model out of a checkpoint, with that checkpoint's adapter settings."""
         _check_optimizer(optimizer)
         digest = digest_of("load", path, optimizer_state, base_model, user_metadata)
-        model_id = f"{session_id}:train:{model_seq_id}"
-        if (record := self._futures.known(creation_of(model_id), digest)) is not None:
-            return Promise(record.request_id, model_id)
+        if (promise := self._models.creation(session_id, model_seq_id, digest)) is not None:
+            return promise
         found, directory = self._loadable(path, optimizer_state)
         adapter = AdapterConfig(found.rank, None, found.attention, found.mlp, found.unembed)
         name = self._names.checked(base_model) if base_model else found.base_model
         model = self._models.new_model(session_id, model_seq_id, name, adapter, user_metadata)
         model.source = path
-        operation = RestoreModel(model_id, str(directory), optimizer_state)
+        operation = RestoreModel(model.model_id, str(directory), optimizer_state)
         return await self._models.create(model, "create_from", digest, operation)
 
     # The operations.

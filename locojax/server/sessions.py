@@ -11,6 +11,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from locojax.server import callers
 from locojax.server.service_errors import ServiceError
 from locojax.server.service_settings import ServiceSettings
 from locojax.server.service_times import iso_time, seconds_of
@@ -54,6 +55,7 @@ class Sessions:
             session = Session(
                 session_id, now, now, display_name=display_name, tags=list(tags), sdk_version=sdk_version,
                 user_metadata=None if user_metadata is None else dict(user_metadata), project_id=project_id,
+                owner=callers.owner(),
             )  # fmt: skip
             self._sessions[session_id] = session
             if idempotency_key is not None:
@@ -77,7 +79,7 @@ class Sessions:
 
     async def list(self, *, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         """GET /sessions -> {"sessions": [id]}, newest first."""
-        newest = sorted(self._sessions.values(), key=lambda one: one.created_at, reverse=True)
+        newest = sorted(self._seen(), key=lambda one: one.created_at, reverse=True)
         return {"sessions": [one.session_id for one in newest[offset : offset + limit]]}
 
     async def get(self, session_id: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class Sessions:
 
     async def search(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """POST /sessions/search (contract section 12): `request` is its JSON -> {"sessions": [...], "next_cursor"?}."""
-        found = [one for one in self._sessions.values() if _matches(one, request)]
+        found = [one for one in self._seen() if _matches(one, request)]
         found.sort(key=lambda one: (one.created_at, one.session_id), reverse=True)
         if cursor := request.get("cursor"):
             after = (seconds_of(cursor["last_created_at"]), cursor["last_session_id"])
@@ -146,12 +148,21 @@ class Sessions:
         session.last_seen = time.time()
         return session
 
+    def known(self, session_id: str) -> None:
+        """ServiceError 404: the caller knows no such session, not even one that has ended."""
+        self._find(session_id)
+
+    def may_see(self, session_id: str) -> bool:
+        """Whether the caller may know of what belongs to a session; of what belongs to none, everybody may."""
+        session = self._sessions.get(session_id)
+        return session is None or callers.may_see(session.owner)
+
     def get_now(self, session_id: str) -> Session | None:
         return self._sessions.get(session_id)
 
     def active(self) -> Sequence[Session]:
-        """Those that neither finished nor expired, oldest first."""
-        return [one for one in self._sessions.values() if one.state == "active"]
+        """Those that neither finished nor expired, oldest first; of a caller, those that it may see."""
+        return [one for one in self._seen() if one.state == "active"]
 
     def load(self) -> None:
         """Reads what an earlier process left; nobody's heartbeats can have come meanwhile, so all are alive now."""
@@ -179,9 +190,12 @@ class Sessions:
             told(session.session_id, why)
         await asyncio.shield(written)
 
+    def _seen(self) -> Sequence[Session]:
+        return [one for one in self._sessions.values() if callers.may_see(one.owner)]
+
     def _find(self, session_id: str) -> Session:
         session = self._sessions.get(session_id)
-        if session is None:
+        if session is None or not callers.may_see(session.owner):
             raise ServiceError(
                 404, f"There is no session {session_id!r}", remedy="Make a new ServiceClient; it creates a session"
             )
@@ -204,7 +218,7 @@ def _status(session: Session) -> dict[str, Any] | None:
 
 def _summary(session: Session, num_checkpoints: int, num_bytes: int) -> dict[str, Any]:
     return {
-        "session_id": session.session_id, "created_at": iso_time(session.created_at), "owner": OWNER,
+        "session_id": session.session_id, "created_at": iso_time(session.created_at), "owner": session.owner or OWNER,
         "project_id": session.project_id or DEFAULT_PROJECT, "status": _status(session),
         "checkpoints_count": num_checkpoints, "checkpoint_storage_bytes": num_bytes,
         "display_name": session.display_name, "user_metadata": text_metadata(session.user_metadata),
@@ -218,7 +232,7 @@ def _matches(session: Session, request: Mapping[str, Any]) -> bool:
         _is_named(session, request.get("session_id"), request.get("display_name"))
         and (not request.get("project_ids") or (session.project_id or DEFAULT_PROJECT) in request["project_ids"])
         and all(metadata.get(key) == value for key, value in (request.get("user_metadata") or {}).items())
-        and (owner.get("type") != "user" or OWNER in owner.get("owner_urns", ()))
+        and (owner.get("type") != "user" or (session.owner or OWNER) in owner.get("owner_urns", ()))
         and (not request.get("statuses") or any(_has_status(session, one) for one in request["statuses"]))
     )
 

@@ -232,9 +232,15 @@ def _engine(url: str) -> sa.Engine:
 
 
 def _check_version(connection: sa.Connection, url: str) -> None:
+    """Brings an older schema up to date; ConfigError for one that isn't known."""
     found = connection.execute(
         sa.select(tables.META.c.value).where(tables.META.c.key == "schema_version")
     ).scalar_one_or_none()
+    if found == "1":  # of before there were owners: what it holds is everybody's
+        for table in tables.OWNED:
+            kind = table.c.owner.type.compile(connection.dialect)
+            connection.execute(sa.text(f"ALTER TABLE {table.name} ADD COLUMN owner {kind}"))
+        found = None
     if found is None:
         _put_meta(connection, "schema_version", str(tables.SCHEMA_VERSION))
     elif found != str(tables.SCHEMA_VERSION):

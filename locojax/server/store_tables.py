@@ -10,7 +10,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2 has the owners of sessions, models and checkpoints."""
 
 METADATA = sa.MetaData()
 
@@ -38,13 +39,18 @@ def _time(name: str, *, index: bool = False) -> sa.Column[Any]:
     return sa.Column(name, sa.Double, index=index)
 
 
+def _owner() -> sa.Column[Any]:
+    """Whose it is (see `callers`); null: everybody's."""
+    return sa.Column("owner", ID)
+
+
 META = _table("meta", _key("key"), _text("value", nullable=False))
 """The schema's version, the key that URLs are signed with, the engine that was last connected to."""
 
 SESSIONS = _table(
     "sessions", _key("session_id"), _time("created_at", index=True), _time("last_seen"), sa.Column("state", SHORT),
     _json("reason"), _text("detail"), _text("display_name"), _json("user_metadata"), _json("tags"), _text("project_id"),
-    _text("sdk_version"), _time("ended_at"),
+    _text("sdk_version"), _time("ended_at"), _owner(),
 )  # fmt: skip
 
 MODELS = _table(
@@ -52,7 +58,7 @@ MODELS = _table(
     _time("created_at", index=True), _time("last_request"), _text("base_model"), sa.Column("state", SHORT),
     sa.Column("next_seq", sa.BigInteger), sa.Column("rank", sa.Integer), sa.Column("seed", sa.BigInteger),
     sa.Column("attention", sa.Boolean), sa.Column("mlp", sa.Boolean), sa.Column("unembed", sa.Boolean),
-    _json("user_metadata"), _text("source"), _text("problem"),
+    _json("user_metadata"), _text("source"), _text("problem"), _owner(),
 )  # fmt: skip
 
 SAMPLERS = _table(
@@ -76,7 +82,7 @@ CHECKPOINTS = _table(
     _time("created_at", index=True), sa.Column("size_bytes", sa.BigInteger), _time("expires_at", index=True),
     sa.Column("public", sa.Boolean), _json("user_metadata"), _text("base_model"), sa.Column("rank", sa.Integer),
     sa.Column("attention", sa.Boolean), sa.Column("mlp", sa.Boolean), sa.Column("unembed", sa.Boolean),
-    _text("session_id"),
+    _text("session_id"), _owner(),
 )  # fmt: skip
 
 SEQUENCES = _table(
@@ -105,6 +111,7 @@ class Session:
     project_id: str | None = None
     sdk_version: str | None = None
     ended_at: float | None = None
+    owner: str | None = None
 
 
 @dataclasses.dataclass
@@ -128,6 +135,7 @@ class Model:
     user_metadata: dict[str, Any] | None = None
     source: str | None = None  # the checkpoint that it began as
     problem: str | None = None
+    owner: str | None = None
 
 
 @dataclasses.dataclass
@@ -184,6 +192,7 @@ class Checkpoint:
     expires_at: float | None = None
     public: bool = False
     user_metadata: dict[str, Any] | None = None
+    owner: str | None = None
 
     @property
     def tinker_path(self) -> str:
@@ -204,6 +213,8 @@ class Sequence:
     temperature: float
     used_at: float
 
+
+OWNED = (SESSIONS, MODELS, CHECKPOINTS)
 
 TABLES: dict[type, sa.Table] = {
     Session: SESSIONS, Model: MODELS, Sampler: SAMPLERS, FutureRecord: FUTURES, Checkpoint: CHECKPOINTS,
