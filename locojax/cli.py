@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import functools
 import importlib
 import importlib.resources
 import os
@@ -23,9 +24,10 @@ from rich.panel import Panel
 from rich.text import Text
 
 import locojax
-from locojax import settings
+from locojax import cli_launch, settings
 from locojax.config import Config, cache_folder, load, run_folder
 from locojax.errors import ConfigError, LocoError
+from locojax.hosts.place import HOST_ID, LAUNCHED_AT, NUM_HOSTS
 
 INTERRUPTED = 2  # ended by its user, not by a failure of its own, which is 1
 
@@ -53,11 +55,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    own, launched = list(arguments), list[str]()
+    if own[:1] == ["launch"] and "--" in own:
+        cut = own.index("--")
+        own, launched = own[:cut], own[cut + 1 :]
     # argparse wants positionals together; settings may stand anywhere, so those after an option come back as unknown.
-    options, late = _parser(arguments).parse_known_args(arguments)
+    options, late = _parser(own).parse_known_args(own)
     if unknown := [text for text in late if text.startswith("-")]:
         raise ConfigError(f"Unknown option {unknown[0]!r}", remedy="See `locojax COMMAND --help`")
     options.words += late
+    options.launched = launched
     return options
 
 
@@ -72,9 +79,15 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     train = _command(commands, "train", "CONFIG.toml", "post-train a model as a configuration file says")
     train.add_argument("--dry-run", action="store_true", help="show settings, parameters and memory; train nothing")
     train.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
-    train.set_defaults(command=_train)
+    train.set_defaults(command=_train, config_of=_train_config)
     demo = _command(commands, "demo", "", "watch SmolLM2-135M learn one-digit addition on this machine, in minutes")
-    demo.set_defaults(command=_demo)
+    demo.set_defaults(command=_demo, config_of=_demo_config)
+    summary = "train or demo on several hosts: one process each, on this machine"
+    launch = commands.add_parser("launch", help=summary,
+                                 usage="locojax launch --hosts N [options] -- train CONFIG.toml [key=value ...]",
+                                 description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
+    cli_launch.add_options(launch)
+    launch.set_defaults(command=_launch, words=[])
     summary = "serve a model to Tinker clients: unmodified SDK and recipes train and sample on this machine"
     serve = commands.add_parser("serve", help=summary, usage="locojax serve MODEL [options]",
                                 formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -87,6 +100,15 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
                                   description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
     if "compare" in arguments:
         importlib.import_module("locojax.cli_compare").add_options(compare)
+    summary = "what does a step's time go to? compute, network and host orchestration, on every host"
+    profile = commands.add_parser("profile", help=summary,
+                                  usage="locojax profile CONFIG.toml [key=value ...] [options]",
+                                  formatter_class=argparse.RawDescriptionHelpFormatter,
+                                  description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
+    if "profile" in arguments:
+        module = importlib.import_module("locojax.cli_profile")
+        module.add_options(profile)
+        profile.set_defaults(command=functools.partial(module.run, start=_prepare), config_of=module.config_of)
     return parser
 
 
@@ -138,23 +160,38 @@ def _default(leaf: settings.Leaf) -> str:
     return "none" if leaf.default is None else str(leaf.default).lower() if leaf.type is bool else str(leaf.default)
 
 
+def _launch(options: argparse.Namespace) -> int:
+    cli_launch.check(options, options.launched)
+    inner = _parse(options.launched)
+    inner.config_of(inner)  # what is wrong is told once, not by every host
+    return cli_launch.run(options, options.launched)
+
+
 def _train(options: argparse.Namespace) -> int:
-    files = [text for text in options.words if "=" not in text]
-    if len(files) > 1:
-        problem = f"{files[1]!r} is neither a setting nor the configuration file, which is {files[0]!r}"
-        raise ConfigError(problem, expected="locojax train CONFIG.toml key=value ...")
-    config = load(pathlib.Path(files[0]) if files else None, [text for text in options.words if "=" in text])
+    config = _train_config(options)
     if options.dry_run:
         return _dry_run(config)
     return _run(config, resume=options.resume)
 
 
+def _train_config(options: argparse.Namespace) -> Config:
+    files = [text for text in options.words if "=" not in text]
+    if len(files) > 1:
+        problem = f"{files[1]!r} is neither a setting nor the configuration file, which is {files[0]!r}"
+        raise ConfigError(problem, expected="locojax train CONFIG.toml key=value ...")
+    return load(pathlib.Path(files[0]) if files else None, [text for text in options.words if "=" in text])
+
+
 def _demo(options: argparse.Namespace) -> int:
+    return _run(_demo_config(options), resume=False)
+
+
+def _demo_config(options: argparse.Namespace) -> Config:
     with importlib.resources.as_file(importlib.resources.files("locojax") / "demo.toml") as path:
         config = load(path)
     # Every demo is a run of its own: a second one must not stumble over the first one's folder.
-    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return _run(load(None, [f"run.name=demo-{now}", *options.words], base=config), resume=False)
+    now = os.environ.get(LAUNCHED_AT) or datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return load(None, [f"run.name=demo-{now}", *options.words], base=config)
 
 
 def _dry_run(config: Config) -> int:
@@ -192,8 +229,10 @@ def _resume_hint(config: Config) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         kept = run_folder(config) / "config.toml"
-        if kept.exists():  # else it was stopped before there was anything to go on from
-            command = shlex.join(["locojax", "train", str(kept), "--resume"])
+        # Without the file, it was stopped before there was anything to go on from.
+        if kept.exists() and os.environ.get(HOST_ID, "0") == "0":
+            launched = ["launch", "--hosts", os.environ[NUM_HOSTS], "--"] if LAUNCHED_AT in os.environ else []
+            command = shlex.join(["locojax", *launched, "train", str(kept), "--resume"])
             Console(stderr=True).print(Text(f"To go on from the last checkpoint: {command}"), soft_wrap=True)
         raise
 

@@ -117,6 +117,13 @@ class TrainingConfig:
     )
     mask_truncated: bool = setting(False, "Don't train on completions cut off by max_tokens.")
     substeps: int = setting(1, "Optimizer steps per batch of rollouts.", low=1)
+    mesh_fsdp: int | Auto = setting(
+        "auto",
+        "Devices, of all hosts, that weights and rows are sharded over. auto: all that mesh_tensor leaves, and on one "
+        "host's CPU a single one.",
+        low=1,
+    )
+    mesh_tensor: int = setting(1, "Devices that a row's heads and widths are sharded over: tensor parallelism.", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,8 +193,32 @@ class RunConfig:
         above=0,
     )
     max_idle_steps: int = setting(20, "Steps in a row that teach nothing before the run ends.", low=1)
-    deadline_seconds: float = setting(600.0, "Longest wait for another host or a worker.", above=0)
     cache_dir: str | None = setting(None, "Compiled programs and converted models. none: the user's cache folder.")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostsConfig:
+    """How several hosts work together; nothing of it changes what is sampled or trained."""
+
+    controller: Literal["local", "single"] = setting(
+        "local",
+        "local: every host generates and grades its own prompts. single: host 0 schedules all hosts' generation, in "
+        "lockstep (the baseline that `local` is measured against).",
+    )
+    distributed: Literal["auto", "on", "off"] = setting(
+        "auto",
+        "auto: join the hosts that `locojax launch`, LOCOJAX_COORDINATOR or the cluster's environment names. on: jax "
+        "must find them (TPU pods). off: this host alone.",
+    )
+    balance: bool = setting(True, "Even out the hosts' prompt tokens; else consecutive prompts go to one host.")
+    metrics_in_barrier: bool = setting(
+        False,
+        "Gather all hosts' metrics on host 0 in each step; else each host writes its own, off the critical path.",
+    )
+    freeze_gc: bool = setting(True, "Run Python's garbage collector between steps only.")
+    publish_at_once: bool = setting(True, "Publish all weights in one compiled call; else leaf by leaf.")
+    deadline_seconds: float = setting(600.0, "Longest wait for the other hosts, compiling included.", above=0)
+    silence_seconds: float = setting(30.0, "A host that gives no sign of life for this long is dead.", above=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +243,7 @@ class Config:
     loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     run: RunConfig = RunConfig()
+    hosts: HostsConfig = HostsConfig()
     report: ReportConfig = ReportConfig()
 
 
@@ -290,7 +322,14 @@ def _is_file(source: str) -> bool:
 
 
 def resolve(
-    config: Config, *, platform: str, model_context: int, longest_prompt: int, auto_dtype: str | None = None
+    config: Config,
+    *,
+    platform: str,
+    model_context: int,
+    longest_prompt: int,
+    auto_dtype: str | None = None,
+    num_hosts: int = 1,
+    num_devices: int = 1,
 ) -> Config:
     """A new config without "auto", but for those of `LEFT_OPEN`.
 
@@ -299,9 +338,11 @@ def resolve(
       model_context: the longest sequence the model was made for, in tokens.
       longest_prompt: of this run's training and held-out prompts, in tokens.
       auto_dtype: the number format that is fastest here, None if unknown: float32 on CPU, else bfloat16.
+      num_devices: of all hosts.
 
     Raises:
-      ConfigError: a set context is longer than the model's, or prompt and completion don't fit in a row.
+      ConfigError: a set context is longer than the model's, prompt and completion don't fit in a row, or the mesh
+        doesn't fit the devices.
     """
     rollout, training = config.rollout, config.training
     context = _unless_set(config.model.max_context, model_context)
@@ -319,7 +360,8 @@ def resolve(
         problem = "Setting 'training.row_tokens' is too small for the longest prompt and completion"
         raise ConfigError(problem, got=row_tokens, expected=f"at least {longest}")
     budget = 1024 if on_cpu else 16384
-    slots = min(_power_of_two(config.run.prompts_per_step * rollout.group_size), 128 if on_cpu else 512)
+    prompts = -(-config.run.prompts_per_step // num_hosts)
+    slots = min(_power_of_two(prompts * rollout.group_size), 128 if on_cpu else 512)
     values: dict[str, Any] = {
         "model.max_context": context,
         "rollout.dtype": _unless_set(rollout.dtype, dtype),
@@ -329,8 +371,24 @@ def resolve(
         "training.row_tokens": row_tokens,
         "training.rows": _unless_set(training.rows, max(1, budget // row_tokens)),
         "training.remat": _unless_set(training.remat, "linear" if on_cpu else "full"),
+        "training.mesh_fsdp": _mesh_fsdp(training, num_hosts, num_devices, on_cpu),
     }
     return settings.replace(config, values)
+
+
+def _mesh_fsdp(training: TrainingConfig, num_hosts: int, num_devices: int, on_cpu: bool) -> int:
+    tensor = training.mesh_tensor
+    alone = num_hosts == 1 and on_cpu and tensor == 1  # a CPU's devices share its cores: no use by themselves
+    fsdp = _unless_set(training.mesh_fsdp, 1 if alone else max(num_devices // tensor, 1))
+    used = fsdp * tensor
+    if used > num_devices or (num_hosts > 1 and used != num_devices):
+        raise ConfigError(
+            f"A mesh of training.mesh_fsdp {fsdp} x training.mesh_tensor {tensor} does not fit the devices",
+            got=f"{num_devices} devices on {num_hosts} host{'s' if num_hosts > 1 else ''}",
+            expected=f"{used} devices" if num_hosts > 1 else f"at least {used}",
+            remedy="Leave training.mesh_fsdp at auto, and choose a mesh_tensor that divides a host's devices",
+        )
+    return fsdp
 
 
 def _unless_set(value: Any, automatic: T) -> T:

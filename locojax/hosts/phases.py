@@ -20,6 +20,7 @@ Phase = Literal[
     "publish",  # new weights to the engine
     "evaluate",
     "checkpoint",
+    "collect",  # Python's garbage
     "wait",  # for another host
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)

@@ -1,0 +1,145 @@
+"""What hosts tell one another before they train: the one all-gather of integers that a step has.
+
+A `Report` is what one host's share of the step came to; `Agreed` is what follows from all of them, alike everywhere:
+denominators, numbers of micro-batches, whether to stop, and the figures of the step's record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+
+from locojax.hosts.group import Group
+from locojax.rl.datums import DatumStats, sum_stats
+from locojax.training.aggregation import Totals
+
+SLOW = 1.3  # times the median: a host that is worth naming
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Count, mean and sum of squared deviations. Add those of the hosts up (Chan, Golub & LeVeque 1983).
+
+    Example: Moments.of([1.0, 0.0]) is Moments(2, 0.5, 0.5)
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    deviations: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Moments:
+        if not values:
+            return cls()
+        mean = float(np.mean(values))
+        return cls(len(values), mean, float(np.sum((np.asarray(values) - mean) ** 2)))
+
+    def __add__(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        if not self.count or not other.count:
+            return other if other.count else self
+        apart = other.mean - self.mean
+        mean = self.mean + apart * other.count / count
+        deviations = self.deviations + other.deviations + apart**2 * self.count * other.count / count
+        return Moments(count, mean, deviations)
+
+    @property
+    def std(self) -> float:
+        """Of the population; NaN of nothing."""
+        return float(np.sqrt(self.deviations / self.count)) if self.count else float("nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One host's share of a step, before it is trained on. Filled by the loop.
+
+    Attributes:
+      stop: a signal came: all hosts stop here.
+      stats: of its groups. rewards: of its scorable completions.
+      generate_seconds: from the first admission to the last completion.
+      micro_batches: how many its data need, of each call of the trainer that the step makes.
+    """
+
+    stop: bool
+    stats: DatumStats
+    rewards: Moments
+    generate_seconds: float
+    micro_batches: tuple[int, ...]
+
+    def encode(self) -> np.ndarray:
+        """i64[n]; numbers that aren't whole by their bits."""
+        floats = np.array([self.rewards.mean, self.rewards.deviations, self.generate_seconds], np.float64)
+        ints = [self.stop, self.rewards.count, *dataclasses.astuple(self.stats)]
+        return np.concatenate([np.array(ints, np.int64), floats.view(np.int64), np.array(self.micro_batches, np.int64)])
+
+    @classmethod
+    def decode(cls, row: np.ndarray) -> Report:
+        num_stats = len(dataclasses.fields(DatumStats))
+        stop, count = row[:2].tolist()
+        stats = DatumStats(*row[2 : 2 + num_stats].tolist())
+        mean, deviations, seconds = np.ascontiguousarray(row[2 + num_stats : 5 + num_stats]).view(np.float64).tolist()
+        micro_batches = tuple(row[5 + num_stats :].tolist())
+        return cls(bool(stop), stats, Moments(count, mean, deviations), seconds, micro_batches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreed:
+    """What all hosts know after the meeting. Filled by `meet`.
+
+    Attributes:
+      reports: by rank.
+      micro_batches: of each call of the trainer, the most that any host needs; 0: nobody has data for it.
+    """
+
+    reports: tuple[Report, ...]
+    micro_batches: tuple[int, ...]
+
+    @property
+    def stop(self) -> bool:
+        return any(report.stop for report in self.reports)
+
+    @property
+    def stats(self) -> DatumStats:
+        return sum_stats(report.stats for report in self.reports)
+
+    @property
+    def rewards(self) -> Moments:
+        return sum((report.rewards for report in self.reports), Moments())
+
+    @property
+    def generate_seconds(self) -> tuple[float, ...]:
+        return tuple(report.generate_seconds for report in self.reports)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Sampled by all hosts, while the slowest was at it."""
+        return self.stats.num_completion_tokens / max(*self.generate_seconds, 1e-9)
+
+    def totals(self, max_tokens: int) -> Totals:
+        """The denominators of the whole batch."""
+        return batch_totals(self.stats, max_tokens)
+
+
+def batch_totals(stats: DatumStats, max_tokens: int) -> Totals:
+    """The denominators of a batch with these counts."""
+    return Totals(stats.num_trained_tokens, stats.num_samples - stats.num_unscorable, max_tokens)
+
+
+def meet(group: Group, report: Report) -> Agreed:
+    """Every host's report to every host."""
+    reports = tuple(Report.decode(row) for row in group.agree("agree", report.encode()))
+    counts = zip(*(report.micro_batches for report in reports), strict=True)
+    return Agreed(reports, tuple(max(each) for each in counts))
+
+
+def slow_host(generate_seconds: Sequence[float]) -> str | None:
+    """Who kept the others waiting. Example: "slowest host 1: 3.2 s, median 2.1 s"."""
+    if len(generate_seconds) < 2:
+        return None
+    slowest, median = max(generate_seconds), statistics.median(generate_seconds)
+    if slowest <= SLOW * median:
+        return None
+    return f"slowest host {list(generate_seconds).index(slowest)}: {slowest:.1f} s, median {median:.1f} s"

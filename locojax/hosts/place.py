@@ -1,0 +1,59 @@
+"""Which of the run's hosts this process is, as its environment says. No jax, no other host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from locojax.config import HostsConfig
+from locojax.errors import ConfigError
+
+COORDINATOR, NUM_HOSTS, HOST_ID = "LOCOJAX_COORDINATOR", "LOCOJAX_NUM_HOSTS", "LOCOJAX_HOST_ID"
+"""Where a host finds the others: address of host 0 (HOST:PORT), how many there are, and which one this is (from 0)."""
+LAUNCHED_AT = "LOCOJAX_LAUNCHED_AT"
+"""When all hosts were started, as run names have it."""
+
+_CLUSTER_SIGNS = ("JAX_COORDINATOR_ADDRESS", "MEGASCALE_COORDINATOR_ADDRESS")
+_CLUSTER_SIZES = ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where this process stands. All None: jax finds out. Example: Place("127.0.0.1:9000", num_hosts=2, rank=1)"""
+
+    address: str | None = None
+    num_hosts: int | None = None
+    rank: int | None = None
+
+
+def find_place(config: HostsConfig, environment: Mapping[str, str]) -> Place | None:
+    """Where this process stands among the hosts; None: it is alone.
+
+    Raises:
+      ConfigError: the environment says only a part of it, or what is no number.
+    """
+    if config.distributed == "off":
+        return None
+    given = {name: environment[name] for name in (COORDINATOR, NUM_HOSTS, HOST_ID) if environment.get(name)}
+    if not given:
+        in_cluster = any(environment.get(name) for name in _CLUSTER_SIGNS)
+        in_cluster |= any(environment.get(name, "1") not in ("", "1") for name in _CLUSTER_SIZES)
+        in_cluster |= "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        return Place() if config.distributed == "on" or in_cluster else None
+    try:
+        place = Place(given[COORDINATOR], int(given[NUM_HOSTS]), int(given[HOST_ID]))
+    except (KeyError, ValueError):
+        said = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(
+            "The environment does not say where this host stands",
+            got=said,
+            expected=f"{COORDINATOR} (host:port), {NUM_HOSTS} and {HOST_ID} (integers), all three or none",
+        ) from None
+    assert place.num_hosts is not None and place.rank is not None
+    if not 0 <= place.rank < place.num_hosts:
+        raise ConfigError(
+            "This host's number is not one of the run's",
+            got=f"{HOST_ID}={place.rank}",
+            expected=f"0 to {place.num_hosts - 1}",
+        )
+    return place if place.num_hosts > 1 else None
