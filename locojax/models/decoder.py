@@ -177,6 +177,7 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     remat: str = "none",
     keep_kv: bool = False,
+    whole: Callable[[Params], Params] | None = None,
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Packed rows -> final hidden states (after the last norm) [R, T, D] in `dtype`.
 
@@ -185,12 +186,13 @@ def forward(
       tokens, positions, until: i32[R, T]; see `attention` for `until`.
       remat: a key of REMAT_POLICIES.
       keep_kv: also return (k, v), each [L, R, T, K, h] after rope: what prefill stores.
+      whole: makes a layer's weights whole where each device holds a part; again in the backward pass, with remat.
     """
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         return attention.packed(q, k, v, until), (k, v) if keep_kv else None
 
-    return run_layers(params, spec, tokens, positions, attend, adapters=adapters, dtype=dtype, remat=remat)
+    return run_layers(params, spec, tokens, positions, attend, adapters=adapters, dtype=dtype, remat=remat, whole=whole)
 
 
 def run_layers(
@@ -203,6 +205,7 @@ def run_layers(
     adapters: Adapters | None,
     dtype: DTypeLike,
     remat: str = "none",
+    whole: Callable[[Params], Params] | None = None,
 ) -> tuple[Array, Any]:
     """Embeds, scans the stacked layers with `attend`, and applies the final norm. `kept` is stacked over layers."""
     x = embed(params, tokens, dtype)
@@ -211,6 +214,7 @@ def run_layers(
 
     def step(x: Array, layer_and_lora: tuple[Params, Params]) -> tuple[Array, Any]:
         layer, layer_lora = layer_and_lora
+        layer = layer if whole is None else whole(layer)
         return block(x, layer, spec, rope, attend, layer_lora, adapters)
 
     if remat != "none":

@@ -5,7 +5,8 @@ Legend: M micro-batches, R rows of one, T tokens of a row, N = R x T, K targets 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,16 +21,44 @@ Score = Literal["all", "active"]
 `active` is cheaper: the head runs, and data are computed, only where they matter. The gradient is the same."""
 
 
-def micro_batches(packed: Packed, checked: Sequence[Checked], score: Score) -> list[MicroBatch]:
-    """The packed rows and the loss's inputs, micro-batch by micro-batch; numpy leaves."""
-    num_positions = packed.tokens[0].size if packed.num_micro_batches else 0
-    segments = _local_segments(packed.segment, num_positions)
-    targets = packed.scatter([datum.targets for datum in checked], np.int32)
-    reads = packed.scatter([datum.reads for datum in checked], np.bool_)
-    scored = packed.scatter([np.ones(len(datum.tokens), bool) for datum in checked], np.bool_)
+@dataclasses.dataclass(frozen=True)
+class Widths:
+    """What else a micro-batch's shape depends on; the same on all hosts.
+
+    Attributes:
+      num_targets: K.
+      inputs: names of the loss's inputs -> their axes after T: (), or (K,).
+    """
+
+    num_targets: int
+    inputs: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, checked: Sequence[Checked]) -> Widths:
+        num_targets = max(datum.targets.shape[1] for datum in checked)
+        widest = {name: array.shape[1:] and (num_targets,) for name, array in checked[0].inputs.items()}
+        return cls(num_targets, widest)
+
+
+def micro_batches(
+    packed: Packed, checked: Sequence[Checked], score: Score, widths: Widths | None = None, num_shards: int = 1
+) -> list[MicroBatch]:
+    """The packed rows and the loss's inputs, micro-batch by micro-batch; numpy leaves.
+
+    Args:
+      widths: None: those of `checked`, which must then hold data.
+      num_shards: devices that R is split over; each numbers its own segments.
+    """
+    widths = Widths.of(checked) if widths is None else widths
+    segments = _local_segments(packed.segment, num_shards)
+    targets = packed.scatter([datum.targets for datum in checked], np.int32, (widths.num_targets,))
+    reads = packed.scatter([datum.reads for datum in checked], np.bool_, ())
+    scored = packed.scatter([np.ones(len(datum.tokens), bool) for datum in checked], np.bool_, ())
     scored = scored if score == "all" else reads
-    names = checked[0].inputs
-    inputs = {name: packed.scatter([datum.inputs[name] for datum in checked], np.float32) for name in names}
+    inputs = {
+        name: packed.scatter([datum.inputs[name] for datum in checked], np.float32, trailing)
+        for name, trailing in widths.inputs.items()
+    }
     return [
         MicroBatch(
             tokens=packed.tokens[m],
@@ -45,14 +74,15 @@ def micro_batches(packed: Packed, checked: Sequence[Checked], score: Score) -> l
     ]
 
 
-def _local_segments(segment: np.ndarray, num_positions: int) -> np.ndarray:
-    """Data numbered from 0 within each micro-batch; `num_positions` where there is none."""
-    local = np.full_like(segment, num_positions)
-    for m in range(segment.shape[0]):
-        present, numbers = np.unique(segment[m], return_inverse=True)
-        numbers = numbers.reshape(segment[m].shape) - int(PADDING in present)
-        local[m] = np.where(segment[m] == PADDING, num_positions, numbers)
-    return local
+def _local_segments(segment: np.ndarray, num_shards: int) -> np.ndarray:
+    """Data numbered from 0 within each device's rows of a micro-batch; its number of positions where there is none."""
+    parts = segment.reshape(segment.shape[0] * num_shards, -1)
+    num_positions = parts.shape[1]
+    local = np.full_like(parts, num_positions)
+    for own, part in zip(local, parts, strict=True):
+        present, numbers = np.unique(part, return_inverse=True)
+        own[:] = np.where(part == PADDING, num_positions, numbers.reshape(-1) - int(PADDING in present))
+    return local.reshape(segment.shape)
 
 
 def assemble(
@@ -61,12 +91,13 @@ def assemble(
     """Outputs back in datum order, and the micro-batches' metrics summed in double precision."""
     lengths = [len(datum.tokens) for datum in checked]
     shape = packed.tokens.shape
-    num_targets = max(datum.targets.shape[1] for datum in checked)
+    num_targets = max((datum.targets.shape[1] for datum in checked), default=1)
 
     def gather(field: str, trailing: tuple[int, ...]) -> list[np.ndarray]:
-        stacked = [np.asarray(getattr(output, field)) for output in outputs]
-        flat = np.stack(stacked) if stacked else np.zeros((0, *trailing), np.float32)
-        return packed.gather(flat.reshape(*shape, *trailing), lengths)
+        stacked = np.zeros((0, 0, *trailing), np.float32)
+        if outputs:
+            stacked = np.stack([np.asarray(getattr(output, field)) for output in outputs])
+        return packed.gather(stacked.reshape(*shape, *stacked.shape[2:]), lengths)
 
     per_datum = []
     logprobs, elementwise = gather("logprobs", (num_targets,)), gather("elementwise", (num_targets,))

@@ -51,9 +51,30 @@ class Packed:
         """Share of the rows' tokens that are padding, padding rows included."""
         return 1.0 - self.num_computed_tokens / self.tokens.size if self.tokens.size else 0.0
 
-    def scatter(self, values: Sequence[np.ndarray], dtype: np.typing.DTypeLike) -> np.ndarray:
-        """Per-datum arrays [N] or [N, K] -> [M, R, T] or [M, R, T, K]; 0 at padding, and up to the widest K."""
-        trailing = max((value.shape[1:] for value in values), default=())
+    def padded(self, num_micro_batches: int) -> Packed:
+        """With micro-batches of padding after its own, up to `num_micro_batches`: what a host with less data runs."""
+        missing = num_micro_batches - self.num_micro_batches
+        if missing <= 0:
+            return self
+        nothing = _empty(missing, *self.tokens.shape[1:])
+
+        return dataclasses.replace(
+            self,
+            tokens=np.concatenate([self.tokens, nothing.tokens]),
+            positions=np.concatenate([self.positions, nothing.positions]),
+            until=np.concatenate([self.until, nothing.until]),
+            segment=np.concatenate([self.segment, nothing.segment]),
+            adapter=np.concatenate([self.adapter, nothing.adapter]),
+        )
+
+    def scatter(
+        self, values: Sequence[np.ndarray], dtype: np.typing.DTypeLike, trailing: tuple[int, ...] | None = None
+    ) -> np.ndarray:
+        """Per-datum arrays [N] or [N, K] -> [M, R, T] or [M, R, T, K]; 0 at padding, and up to the widest K.
+
+        trailing: the axes after T, where the widest datum needn't be here.
+        """
+        trailing = max((value.shape[1:] for value in values), default=()) if trailing is None else trailing
         flat = np.zeros((self.tokens.size, *trailing), dtype)
         for where, value in zip(self.index, values, strict=True):
             if where.size:
@@ -231,13 +252,27 @@ def _fill(leaves: Sequence[_Leaf], adapter: int, row_tokens: int) -> list[_Row]:
     return done + open_rows
 
 
+def _empty(num_micro_batches: int, rows: int, row_tokens: int) -> Packed:
+    """Padding alone."""
+    shape = (num_micro_batches, rows, row_tokens)
+    return Packed(
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        until=np.broadcast_to(np.arange(1, row_tokens + 1, dtype=np.int32), shape).copy(),
+        segment=np.full(shape, PADDING, np.int32),
+        adapter=np.zeros(shape[:2], np.int32),
+        index=(),
+        num_datum_tokens=0,
+        num_computed_tokens=0,
+    )
+
+
 def _lay_out(filled: Sequence[_Row], tokens: Sequence[np.ndarray], row_tokens: int, rows: int) -> Packed:
-    num_rows = -(-len(filled) // rows) * rows
-    shape = (num_rows, row_tokens)
-    out_tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    segment, adapter = np.full(shape, PADDING, np.int32), np.zeros(num_rows, np.int32)
-    until = np.broadcast_to(np.arange(1, row_tokens + 1, dtype=np.int32), shape).copy()
-    index = [np.zeros(0, np.int64)] * len(tokens)
+    packed = _empty(-(-len(filled) // rows), rows, row_tokens)
+    out_tokens, positions, until, segment = (
+        array.reshape(-1, row_tokens) for array in (packed.tokens, packed.positions, packed.until, packed.segment)
+    )
+    adapter, index = packed.adapter.reshape(-1), [np.zeros(0, np.int64)] * len(tokens)
     for r, row in enumerate(filled):
         adapter[r] = row.adapter
         for datum, places in _places(row, until[r]).items():
@@ -246,13 +281,8 @@ def _lay_out(filled: Sequence[_Row], tokens: Sequence[np.ndarray], row_tokens: i
             positions[r, places] = np.arange(len(places))
         for leaf in row.leaves:
             segment.reshape(-1)[index[leaf.datum][leaf.shared :]] = leaf.datum
-    micro = (num_rows // rows, rows)
-    return Packed(
-        tokens=out_tokens.reshape(*micro, row_tokens),
-        positions=positions.reshape(*micro, row_tokens),
-        until=until.reshape(*micro, row_tokens),
-        segment=segment.reshape(*micro, row_tokens),
-        adapter=adapter.reshape(micro),
+    return dataclasses.replace(
+        packed,
         index=tuple(index),
         num_datum_tokens=sum(len(datum) for datum in tokens),
         num_computed_tokens=sum(row.used for row in filled),

@@ -6,7 +6,7 @@ Legend: R rows, T tokens of a row, N = R x T, K targets a position, D hidden.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,9 +84,21 @@ class Fixed(NamedTuple):
     transposes: Mapping[str, Array]
 
 
+class Whole(NamedTuple):
+    """How a program that runs on a part of the weights makes them whole.
+
+    Attributes:
+      first: of (trainable, fixed), what is made whole before anything else.
+      layer: of one layer's weights, what is made whole in its turn.
+    """
+
+    first: Callable[[Tree, Fixed], tuple[Tree, Fixed]]
+    layer: Callable[[Tree], Tree]
+
+
 def split(trainable: Tree, fixed: Fixed, lora: LoraSpec | None) -> tuple[Tree, Adapters | None]:
-    """(the model's parameters, adapters): all of it is trained, or adapters are beside a frozen base."""
-    params = trainable if lora is None else fixed.base
+    """(the model's parameters, adapters): all of it is trained, or there is a frozen base, perhaps with adapters."""
+    params = trainable if fixed.base is None else fixed.base
     params = {**params, "layers": {**params["layers"], **fixed.transposes}}
     return params, None if lora is None else Adapters(trainable, jnp.asarray(lora.scale, jnp.float32))
 
@@ -98,9 +110,16 @@ def transposed(params: Tree, dtype: str) -> dict[str, Array]:
 
 
 def _logprobs(
-    spec: ProgramSpec, trainable: Tree, fixed: Fixed, batch: MicroBatch, temperature: Array | float
+    spec: ProgramSpec,
+    trainable: Tree,
+    fixed: Fixed,
+    batch: MicroBatch,
+    temperature: Array | float,
+    whole: Whole | None,
 ) -> tuple[Array, Array]:
     """Log-probs [N, K] and entropies [N] at the scored positions."""
+    if whole is not None:
+        trainable, fixed = whole.first(trainable, fixed)
     params, adapters = split(trainable, fixed, spec.lora)
     dtype = jnp.dtype(spec.compute_dtype)
     hidden, _ = decoder.forward(
@@ -112,6 +131,7 @@ def _logprobs(
         adapters=adapters,
         dtype=dtype,
         remat=spec.remat,
+        whole=None if whole is None else whole.layer,
     )
     hidden = hidden / jnp.asarray(temperature, jnp.float32).astype(dtype)
     head = None if adapters is None else adapters.split()[1]
@@ -146,12 +166,18 @@ def quarantine(logprobs: Array, reads: Array, segments: Array) -> tuple[Array, A
 
 
 def loss_and_outputs(
-    spec: ProgramSpec, loss_name: str, trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options
+    spec: ProgramSpec,
+    loss_name: str,
+    trainable: Tree,
+    fixed: Fixed,
+    batch: MicroBatch,
+    options: Options,
+    whole: Whole | None = None,
 ) -> tuple[Array, Outputs]:
     """The micro-batch's summed loss, f32[], and what is reported of each position."""
     loss = LOSSES[loss_name]
     N = batch.tokens.size
-    logprobs, entropy = _logprobs(spec, trainable, fixed, batch, options.temperature)
+    logprobs, entropy = _logprobs(spec, trainable, fixed, batch, options.temperature, whole)
     segments, reads = batch.segments.reshape(-1), batch.reads.reshape(-1)
     on, num_nonfinite = quarantine(logprobs, reads, segments)
     # Selected before anything is computed from them: whatever the others hold reaches neither loss nor gradient.

@@ -7,6 +7,9 @@
 
 Full fine-tuning trains fp32 master weights, cast to the compute dtype inside the program. LoRA trains fp32 adapters
 beside a base that is kept in the compute dtype and gets no gradient.
+
+Over a mesh (see `sharded`) every host calls the same verbs, each with its own data, perhaps none; one that computes
+waits for the others. Hosts agree once a call on what they run.
 """
 
 from __future__ import annotations
@@ -20,20 +23,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from jax.sharding import Mesh
 
-from locojax.errors import CheckpointError, ConfigError
+from locojax.errors import CheckpointError, ConfigError, LocoError
 from locojax.models import lora as lora_module
+from locojax.models import sharding
 from locojax.models.decoder import REMAT_POLICIES
 from locojax.models.lora import LoraSpec
 from locojax.models.spec import ModelSpec
 from locojax.training import programs
+from locojax.training.agreement import Agree, Counts, agreed
 from locojax.training.inputs import Checked, check_data
 from locojax.training.losses import Loss, LossConfig, Options, find_loss, read_options
 from locojax.training.microbatch import Score, assemble, micro_batches
-from locojax.training.packing import Packed, pack
+from locojax.training.placement import OneDevice, Placement
+from locojax.training.plan import Plan, planned, replanned
 from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, MicroBatch, ProgramSpec, Tree
+from locojax.training.sharded import Gather, Over, OverMesh
 from locojax.types import AdamParams, Datum, ForwardBackwardResult, OptimStepResult
 
 What = Literal["gradient", "forward", "reference"]
@@ -46,7 +53,8 @@ class TrainerSettings:
     """How the trainer computes; nothing here changes what it computes, up to rounding.
 
     Attributes:
-      row_tokens, rows: a micro-batch's shape. A datum must fit in row_tokens.
+      row_tokens, rows: a micro-batch's shape; over a mesh, rows of each device of its fsdp axis. A datum must fit in
+        row_tokens.
       compute_dtype: of activations and, inside the program, weights. auto: see `platform.auto_dtype`.
       remat: a key of `decoder.REMAT_POLICIES`: what the backward pass recomputes. "linear" takes the least time on CPU
         and less memory than "none": writing an activation out and reading it back costs more than most of them do.
@@ -57,6 +65,8 @@ class TrainerSettings:
       keep_reference: keep the first weights, in the compute dtype, for `Trainer.reference_logprobs`.
       keep_transposes: keep the layers' weights transposed as well, for the backward pass: on CPU it runs up to twice as
         fast for the memory of one more copy in the compute dtype. auto: on CPU only.
+      gather: over a mesh, when weights are made whole; see `sharded.Gather`. auto: `program` on CPU, whose memory is
+        large and whose network is slow; else `layer`.
     """
 
     row_tokens: int
@@ -68,6 +78,7 @@ class TrainerSettings:
     with_entropy: bool = True
     keep_reference: bool = False
     keep_transposes: bool | Literal["auto"] = "auto"
+    gather: Gather | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("row_tokens", "rows", "tile_tokens"):
@@ -79,6 +90,8 @@ class TrainerSettings:
             raise ConfigError(
                 f"Unknown compute dtype {self.compute_dtype!r}", expected="auto, float32 or bfloat16"
             )
+        if self.gather not in ("auto", "layer", "program"):
+            raise ConfigError(f"Unknown gather {self.gather!r}", expected="auto, layer or program")
 
 
 class Trainer:
@@ -89,6 +102,11 @@ class Trainer:
       lora: None: full fine-tuning.
       seed: of a fresh adapter's weights.
       phase: entered while packing ("pack") and computing ("train"), for whoever accounts for time.
+      mesh: of `sharding.make_mesh`; None: one device.
+      agree: how hosts tell each other numbers; needed if the mesh has devices of several processes.
+
+    Raises:
+      ConfigError: the mesh doesn't divide the model, or spans processes without `agree`.
     """
 
     def __init__(
@@ -100,6 +118,8 @@ class Trainer:
         lora: LoraSpec | None = None,
         seed: int = 0,
         phase: Phase | None = None,
+        mesh: Mesh | None = None,
+        agree: Agree | None = None,
     ):
         dtype = auto_dtype() if settings.compute_dtype == "auto" else settings.compute_dtype
         self.spec, self.settings, self.lora = spec, settings, lora
@@ -108,17 +128,23 @@ class Trainer:
         )
         self.policy_version = 0
         self._phase = phase or no_phase
+        self.mesh, self._agree = mesh, agree
+        if mesh is not None and sharding.spans_processes(mesh) and agree is None:
+            raise ConfigError(
+                "A trainer over several processes needs a way for them to agree", remedy="Give it agree=Group.agree"
+            )
+        self._placement = _placement(self.program, settings, mesh)
         self._trainable: Tree
-        self._frozen: Tree
+        self._frozen: Tree = None
         if lora is None:
-            self._trainable, self._frozen = _copied(params, jnp.float32), None
+            self._trainable = self._placement.trainable(params)
         else:
-            self._trainable = lora_module.init_adapter(spec, lora, seed)
-            self._frozen = _copied(params, jnp.dtype(dtype))
+            self._trainable = self._placement.trainable(lora_module.init_adapter(spec, lora, seed))
+            self._frozen = self._placement.base(params, jnp.dtype(dtype))
         self._reference: Tree = None
         if settings.keep_reference and lora is None:
-            self._reference = _copied(params, jnp.dtype(dtype))
-        self._optimizer = programs.init_optimizer(self._trainable)
+            self._reference = self._placement.base(params, jnp.dtype(dtype))
+        self._optimizer = self._placement.new_optimizer(self._trainable)
         keep = settings.keep_transposes
         self._keep_transposes = jax.default_backend() == "cpu" if keep == "auto" else keep
         self._transposes: Mapping[str, jax.Array] | None = None  # None: not made yet, or of older weights
@@ -152,22 +178,29 @@ class Trainer:
         loss_config: LossConfig | None = None,
         *,
         score: Score = "all",
+        plan: Plan | None = None,
+        told: np.ndarray | None = None,
     ) -> ForwardBackwardResult:
         """Adds the gradient of the summed loss to what waits for `optim_step`.
 
         Everything is checked before anything runs: an error leaves the gradient as it was.
 
+        Args:
+          plan: of data with the same tokens, targets and `score`, from `plan`; what the loss reads now, it read then.
+          told: with a plan, what every host told of its own: i64[hosts, len(counts.ints)]; hosts then don't agree here.
+
         Returns:
-          outputs in datum order, and metrics: `loss:sum`, `num_tokens:sum` (with a loss), `num_nonfinite:sum`
-          (sequences left out because a log-prob was not finite), `entropy:sum`, the loss's own sums,
-          `num_computed_tokens:sum` (after sharing prefixes), `num_datum_tokens:sum`, `num_row_tokens:sum` (padding
-          included), `num_micro_batches:sum`.
+          outputs in datum order, and metrics, those of all hosts summed: `loss:sum`, `num_tokens:sum` (with a loss),
+          `num_nonfinite:sum` (sequences left out because a log-prob was not finite), `entropy:sum`, the loss's own
+          sums, `num_computed_tokens:sum` (after sharing prefixes), `num_datum_tokens:sum`, `num_row_tokens:sum`
+          (padding included), `num_micro_batches:sum` (of each host alike).
 
         Raises:
-          RequestError: the loss, a setting of it or a datum is malformed, or there are no data.
+          RequestError: the loss, a setting of it or a datum is malformed, here or on another host; or there are no
+            data, and no other hosts that may have some.
           CapacityError: a datum is longer than a row.
         """
-        return self._run(data, loss, loss_config, score, "gradient")
+        return self._run(data, loss, loss_config, score, "gradient", plan, told)
 
     def forward(
         self,
@@ -176,9 +209,23 @@ class Trainer:
         loss_config: LossConfig | None = None,
         *,
         score: Score = "all",
+        plan: Plan | None = None,
+        told: np.ndarray | None = None,
     ) -> ForwardBackwardResult:
         """As `forward_backward`, leaving the gradient alone."""
-        return self._run(data, loss, loss_config, score, "forward")
+        return self._run(data, loss, loss_config, score, "forward", plan, told)
+
+    def plan(
+        self, data: Sequence[Datum], loss: str, loss_config: LossConfig | None = None, *, score: Score = "all"
+    ) -> Plan:
+        """Checks and packs, without the other hosts: for a caller that has more to agree on at the same time.
+
+        It then hands the plan, and what all hosts told, to `forward_backward`. Where this raises, the others must be
+        told `Counts.refusal().ints`.
+        """
+        kind = find_loss(loss)
+        checked = self._checked(data, kind, read_options(kind, loss_config))
+        return self._planned(checked, score)
 
     def reference_logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
         """Log-probs of each datum's targets under the weights that the trainer was made with; 0 where `weights` is 0.
@@ -208,7 +255,7 @@ class Trainer:
             )
         hyper = Hyper(*(np.float32(value) for value in dataclasses.astuple(adam)))
         with self._phase("train"):
-            updated = programs.update(self._trainable, self._optimizer, self._accumulators, hyper)
+            updated = self._placement.update(self._trainable, self._optimizer, self._accumulators, hyper)
             applied, grad_norm = bool(updated.applied), float(updated.grad_norm)
         self._trainable, self._optimizer = updated.trainable, updated.optimizer
         self._accumulators, self._num_accumulated = updated.accumulators, 0
@@ -225,16 +272,20 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: a copy, as a tree of arrays; it stays as it is while training goes on.
 
-        The accumulated gradient isn't part of it, nor is LoRA's frozen base.
+        The accumulated gradient isn't part of it, nor is LoRA's frozen base. Over a mesh its arrays are global, each
+        device holding its part: `sharding.gathered` makes a tree of them whole on every host.
         """
         return {
-            "trainable": _copied(self._trainable),
-            "optimizer": _copied(self._optimizer._asdict()),
+            "trainable": self._placement.copied(self._trainable),
+            "optimizer": self._placement.copied(self._optimizer._asdict()),
             "policy_version": np.asarray(self.policy_version, np.int64),
         }
 
     def restore(self, state: Mapping[str, Any], *, with_optimizer: bool = True) -> None:
         """Takes a state over, dropping any accumulated gradient. Without the optimizer, Adam starts afresh.
+
+        Over several hosts, each gives the same: numpy, or global arrays on the same devices. The state may be of a
+        trainer over another mesh.
 
         Raises:
           CheckpointError: the state is of another model or adapter: names the first leaf that differs.
@@ -243,11 +294,11 @@ class Trainer:
         wanted = ("trainable", "optimizer") if with_optimizer else ("trainable",)
         for name in wanted:
             check_same(own[name], state.get(name), name)
-        self._trainable = _copied(state["trainable"])
+        self._trainable = self._placement.trainable(state["trainable"])
         if with_optimizer:
-            self._optimizer = optax.ScaleByAdamState(**_copied(dict(state["optimizer"])))
+            self._optimizer = self._placement.optimizer(state["optimizer"])
         else:
-            self._optimizer = programs.init_optimizer(self._trainable)
+            self._optimizer = self._placement.new_optimizer(self._trainable)
         self.policy_version = int(state["policy_version"])
         self._weights_changed()
         self.discard()
@@ -259,50 +310,77 @@ class Trainer:
         loss_config: LossConfig | None,
         score: Score,
         what: What,
+        plan: Plan | None = None,
+        told: np.ndarray | None = None,
     ) -> ForwardBackwardResult:
-        loss = find_loss(loss_name)
-        options = read_options(loss, loss_config)
-        checked = check_data(data, loss, options, self.spec.vocab_size)
         with self._phase("pack"):
-            packed = self._pack(checked, score)
-            batches = micro_batches(packed, checked, score)
+            loss, options, plan, counts = self._settled(data, loss_name, loss_config, score, plan, told)
+            packed = plan.packed.padded(counts.num_micro_batches)
+            widths = counts.widths(loss)
+            batches = micro_batches(packed, plan.checked, score, widths, self._placement.num_local_shards)
         with self._phase("train"):
             outputs = [self._compute(batch, options, loss, what) for batch in batches]
-            outputs = jax.device_get(outputs)  # waits for all of them
-        result = assemble(packed, checked, outputs, self.settings.with_entropy)
+            outputs = self._placement.fetch(outputs)  # waits for all of them
+        result = assemble(packed, plan.checked, outputs, self.settings.with_entropy)
+        metrics = dict(result.metrics)
+        metrics["num_datum_tokens:sum"] = float(counts.num_datum_tokens)
+        metrics["num_computed_tokens:sum"] = float(counts.num_computed_tokens)
+        metrics["num_row_tokens:sum"] *= self._placement.num_shards // self._placement.num_local_shards
         if what == "gradient":
-            self._num_accumulated += int(result.metrics["num_tokens:sum"])
-        return result
+            self._num_accumulated += int(metrics["num_tokens:sum"])
+        return dataclasses.replace(result, metrics=metrics)
 
-    def _pack(self, checked: Sequence[Checked], score: Score) -> Packed:
-        scores_all = score == "all"
-        return pack(
-            [datum.tokens for datum in checked],
-            [datum.num_free for datum in checked],
-            row_tokens=self.settings.row_tokens,
-            rows=self.settings.rows,
-            targets=[datum.targets for datum in checked] if scores_all else None,
-            share_prefixes=self.settings.share_prefixes,
-            skip=None if scores_all else [not datum.reads.any() for datum in checked],
-        )
+    def _planned(self, checked: Sequence[Checked], score: Score) -> Plan:
+        settings = self.settings
+        rows = settings.rows * self._placement.num_local_shards
+        return planned(checked, score, settings.row_tokens, rows, share_prefixes=settings.share_prefixes)
+
+    def _settled(
+        self,
+        data: Sequence[Datum],
+        loss_name: str,
+        loss_config: LossConfig | None,
+        score: Score,
+        plan: Plan | None,
+        told: np.ndarray | None,
+    ) -> tuple[Loss, Options, Plan, Counts]:
+        """What this host runs, and what all hosts' counts are. An error here is told to the others before it is
+        raised, so that they don't wait for a host that will not come."""
+        try:
+            loss = find_loss(loss_name)
+            options = read_options(loss, loss_config)
+            checked = self._checked(data, loss, options)
+            plan = self._planned(checked, score) if plan is None else replanned(plan, checked, score)
+        except LocoError:
+            if self._agree is not None and told is None:
+                self._agree("pack", Counts.refusal().ints)
+            raise
+        if self._agree is None:
+            return loss, options, plan, plan.counts
+        return loss, options, plan, agreed(self._agree("pack", plan.counts.ints) if told is None else told)
+
+    def _checked(self, data: Sequence[Datum], loss: Loss, options: Options) -> list[Checked]:
+        if not data and self._agree is not None:
+            return []  # other hosts may have some
+        return check_data(data, loss, options, self.spec.vocab_size)
 
     def _compute(self, batch: MicroBatch, options: Options, loss: Loss, what: What) -> programs.Outputs:
-        static = {"spec": self.program, "loss_name": loss.name}
+        on, spec = self._placement, self.program
         if what == "reference":
             base = self._frozen if self._reference is None else self._reference
-            static["spec"] = dataclasses.replace(self.program, lora=None)
-            return programs.score(base, Fixed(None, {}), batch, options, **static)
+            spec = dataclasses.replace(spec, lora=None)
+            return on.score({}, Fixed(base, {}), batch, options, spec=spec, loss_name=loss.name)
         if what == "forward":
-            return programs.score(self._trainable, Fixed(self._frozen, {}), batch, options, **static)
+            fixed = Fixed(self._frozen, {})
+            return on.score(self._trainable, fixed, batch, options, spec=spec, loss_name=loss.name)
         if self._accumulators is None:
-            self._accumulators = jax.tree.map(jnp.zeros_like, self._trainable)
+            self._accumulators = on.zeros_like(self._trainable)
         if self._transposes is None:
             weights = self._trainable if self.lora is None else self._frozen
-            self._transposes = (
-                programs.transposed(weights, self.program.compute_dtype) if self._keep_transposes else {}
-            )
-        self._accumulators, outputs = programs.accumulate(
-            self._trainable, self._accumulators, Fixed(self._frozen, self._transposes), batch, options, **static
+            self._transposes = on.transposed(weights, spec) if self._keep_transposes else {}
+        fixed = Fixed(self._frozen, self._transposes)
+        self._accumulators, outputs = on.accumulate(
+            self._trainable, self._accumulators, fixed, batch, options, spec=spec, loss_name=loss.name
         )
         return outputs
 
@@ -315,9 +393,13 @@ def no_phase(name: str) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
-def _copied(tree: Tree, dtype: Any = None) -> Tree:
-    """Leaves as jax arrays with memory of their own: one that is donated later must not be anyone else's."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, dtype=dtype, copy=True), tree)
+def _placement(program: ProgramSpec, settings: TrainerSettings, mesh: Mesh | None) -> Placement:
+    if mesh is None:
+        return OneDevice()
+    gather = settings.gather
+    if gather == "auto":
+        gather = "program" if mesh.devices.flat[0].platform == "cpu" else "layer"
+    return OverMesh(program, Over(mesh, gather))
 
 
 def check_same(own: Tree, given: Tree, name: str) -> None:
