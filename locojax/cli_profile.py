@@ -118,4 +118,3 @@ def _write(path: pathlib.Path | None, write: Callable[[pathlib.Path], Any]) -> N
         write(path)
     except (OSError, ValueError) as error:  # matplotlib raises ValueError for a format that it doesn't know
         raise ConfigError(f"The file {str(path)!r} can't be written: {error}") from error
-    print(f"written: {path}")

@@ -17,7 +17,7 @@ from locojax.hosts.report import STYLE
 from locojax.measure.division import CLASSES, ROWS, Class
 from locojax.measure.profile import Profile
 
-TITLES: Mapping[Class, str] = {
+LEGEND: Mapping[Class, str] = {
     "compute": "compute",
     "network": "network, and waiting in it",
     "host": "host orchestration",
@@ -62,7 +62,7 @@ def table(profile: Profile) -> Group:
     )
     shares = _table()
     shares.add_column("")
-    for name in TITLES.values():
+    for name in CLASSES:
         shares.add_column(name, justify="right")
     shares.add_column("sum", justify="right")
     shares.add_column("step", justify="right")
@@ -71,9 +71,8 @@ def table(profile: Profile) -> Group:
     if len(profile.hosts) > 1:
         shares.add_row("mean", *_percent(profile.shares()), "")
     parts: list[RenderableType] = [Text(title, style="bold"), shares, _phases(profile)]
-    if profile.seconds_before:
-        slower = profile.hosts[0].wall / profile.seconds_before - 1
-        note = f"the step before, not recorded, took {profile.seconds_before:.3f} s: recording it cost {slower:+.0%}"
+    if profile.seconds_before is not None:
+        note = f"network includes waiting in it; the step before, not recorded, took {profile.seconds_before:.3f} s"
         parts.append(Text(note, style="dim"))
     return Group(*parts)
 
@@ -81,12 +80,12 @@ def table(profile: Profile) -> Group:
 def scale_table(profiles: Sequence[Mapping[str, Any]]) -> Table:
     """A row for each model, smallest first. Args: profiles: as `to_json` made them."""
     shown = _table()
-    shown.add_column("parameters", justify="right")
-    for name in TITLES.values():
+    shown.add_column("parameters", justify="right", no_wrap=True)
+    for name in CLASSES:
         shown.add_column(name, justify="right")
     for column in ("sum", "step"):
         shown.add_column(column, justify="right")
-    shown.add_column("model")
+    shown.add_column("model", overflow="fold")
     for profile in _by_size(profiles):
         wall = sum(host["wall"] for host in profile["hosts"]) / len(profile["hosts"])
         shares = _percent(profile["shares"])
@@ -101,7 +100,7 @@ def _by_size(profiles: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _phases(profile: Profile) -> Table:
     shown = _table()
     shown.add_column("seconds by phase" + (", mean of hosts" if len(profile.hosts) > 1 else ""))
-    for name in TITLES.values():
+    for name in CLASSES:
         shown.add_column(name, justify="right")
     for row in ROWS:
         found = [division.seconds[row] for division in profile.hosts if row in division.seconds]
@@ -174,7 +173,7 @@ def _draw(bars: Sequence[tuple[str, Mapping[Class, float]]], title: str, x_label
         bottom = [0.0] * len(bars)
         for name in CLASSES:
             heights = [100 * shares[name] for _, shares in bars]
-            axes.bar(range(len(bars)), heights, 0.7, bottom=bottom, label=TITLES[name], **_COLOURS[name])
+            axes.bar(range(len(bars)), heights, 0.7, bottom=bottom, label=LEGEND[name], **_COLOURS[name])
             for index, height in enumerate(heights):
                 if height >= 5:
                     colour = "#222222" if name in ("unaccounted", "network") else "white"
