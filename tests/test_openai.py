@@ -109,6 +109,15 @@ def test_logprobs_of_a_completion():
     }
 
 
+def test_of_tokens_that_read_alike_the_likeliest_is_shown():
+    plan = plan_completion(complete({"prompt": "ab", "logprobs": 3}), TOKENIZER)
+    x = ids("x")[0]
+    one, other = [id for id in range(256) if TOKENIZER.token_bytes(id)[0] >= 0x80][:2]
+    top = (np.array([[one, x, other]]), np.array([[-0.5, -1.0, -2.0]], np.float32))  # halves of a character
+    answer = openai.response(plan, [Sampled((completion("x"),), topk_sample_logprobs=(top,))], TOKENIZER, "i", 0)
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"\ufffd": -0.5, "x": -1.0}]
+
+
 def test_echo_scores_the_prompt_alone_when_no_tokens_are_wanted():
     plan = plan_completion(complete({"prompt": "ab", "logprobs": 1, "echo": True, "max_tokens": 0}), TOKENIZER)
     (sample,) = plan.samples
@@ -120,7 +129,7 @@ def test_echo_scores_the_prompt_alone_when_no_tokens_are_wanted():
         topk_sample_logprobs=((np.array([[0]]), np.array([[-9.0]], np.float32)),),
     )
     answer = openai.response(plan, [sampled], TOKENIZER, "i", 0)
-    assert answer["choices"][0]["text"] == "ab"
+    assert answer["choices"][0]["text"] == "ab" and answer["choices"][0]["finish_reason"] == "length"
     assert answer["choices"][0]["logprobs"] == {
         "tokens": ["a", "b"],
         "token_logprobs": [None, -0.5],

@@ -45,7 +45,8 @@ def test_streams_in_the_openai_dialect(tmp_path):
             lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
             assert lines.pop() == "[DONE]"
             events = [json.loads(line) for line in lines]
-            assert events[-1]["usage"] == whole["usage"]
+            assert events[-1]["usage"] == whole["usage"] and events[-1]["choices"] == []
+            assert all(event["usage"] is None for event in events[:-1])
             for choice in whole["choices"]:
                 parts = [e["choices"][0] for e in events[:-1] if e["choices"][0]["index"] == choice["index"]]
                 assert "".join(part["text"] for part in parts) == choice["text"]
@@ -58,6 +59,53 @@ def test_streams_in_the_openai_dialect(tmp_path):
             assert refused.status_code in (400, 404)
 
     asyncio.run(body())
+
+
+def test_a_stream_says_what_the_whole_answer_says(tmp_path):
+    """With several choices, stops, echo, log-probs and the likeliest tokens."""
+    chat = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    asked = [
+        ("completions", {"prompt": ["ab", "c"], "n": 2, "logprobs": 0}),
+        ("completions", {"prompt": ["ab", "c"], "n": 2, "logprobs": 3}),
+        ("completions", {"prompt": [[5, 6, 7]], "echo": True, "logprobs": 1, "max_tokens": 1}),
+        ("completions", {"prompt": "ab", "echo": True, "max_tokens": 0, "logprobs": 2}),
+        ("completions", {"prompt": "ab", "n": 2, "stop": ["q", "zz"]}),
+        ("chat/completions", {**chat, "n": 2}),
+        ("chat/completions", {**chat, "n": 2, "top_logprobs": 2}),
+    ]
+
+    async def body():
+        async with served(tmp_path) as client:
+            for path, request in asked:
+                body = {"model": MODEL, "max_tokens": 5, "seed": 1, **request}
+                whole = (await client.post(f"/v1/{path}", json=body)).json()
+                response = await client.post(f"/v1/{path}", json={**body, "stream": True})
+                lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+                assert lines.pop() == "[DONE]"
+                parts = [json.loads(line)["choices"][0] for line in lines]
+                assert len(whole["choices"]) > max(part["index"] for part in parts)
+                for choice in whole["choices"]:
+                    assert joined([part for part in parts if part["index"] == choice["index"]]) == choice, request
+
+    asyncio.run(body())
+
+
+def joined(parts):
+    """A choice out of its events."""
+    logprobs = [part["logprobs"] for part in parts if part["logprobs"]]
+    choice = {"index": parts[0]["index"], "finish_reason": parts[-1]["finish_reason"]}
+    assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
+    if "delta" in parts[0]:
+        assert parts[0]["delta"] == {"role": "assistant", "content": ""}
+        content = [token for one in logprobs for token in one["content"]]
+        text = "".join(part["delta"].get("content", "") for part in parts)
+        return {**choice, "message": {"role": "assistant", "content": text}, "logprobs": {"content": content}}
+    choice["text"] = "".join(part["text"] for part in parts)
+    if not logprobs:
+        return {**choice, "logprobs": None}
+    merged = {key: [value for one in logprobs for value in one[key] or ()] for key in logprobs[0]}
+    merged["top_logprobs"] = merged["top_logprobs"] or None
+    return {**choice, "logprobs": merged}
 
 
 def test_openai_clients_are_told_to_come_again_while_the_model_loads(tmp_path):

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
 import numpy as np
 import pytest
-from serving_client import KEY, FrontEnd, create, fb, optim, sample, sampler
-from tiny import CONFIG, write_tiny_model
+from serving_client import KEY, FrontEnd, create, data, fb, optim, sample, sampler
+from tiny import CONFIG, tiny_tokenizer, write_tiny_model
 
 from locojax.hosts.protocol import (
     CloseSampler,
     EngineStatus,
     Failed,
+    ForwardBackward,
     LoadWeights,
     ModelState,
     RemoveModel,
     RestoreModel,
+    Sample,
     SaveAdapter,
     SaveState,
     Tokens,
@@ -25,6 +28,9 @@ from locojax.hosts.serving import run_engine
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.models.peft import load_adapter
 from locojax.models.spec import ModelSpec
+from locojax.server import openai
+from locojax.server.openai_requests import CompletionRequest, plan_completion
+from locojax.types import Datum, SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -222,6 +228,37 @@ def test_a_front_end_that_dies_is_followed_by_one_that_gets_its_answers(engine, 
     second.do(CloseSampler("s"), RemoveModel("A"))
     second.connection.close()
     client.__init__(engine)  # for the fixture's clean-up
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_log_likelihoods_as_evaluations_ask_for_them(client, max_tokens):
+    """As lm-evaluation-harness does: echo, logprobs=1, prompts of token ids; read off as its parse_logprobs does."""
+    tokenizer = tiny_tokenizer()
+    prompts = [[int(datum.tokens[0]), *datum.inputs["target_tokens"].tolist()] for datum in data(5)]
+    # What the model finds likeliest next, so that one continuation is the greedy one.
+    client.do(sampler("s"))
+    greedy = Sample("s", tuple(prompts[0][:6]), SamplingParams(max_tokens=7, temperature=0.0, stop=()))
+    prompts[0] = [*prompts[0][:6], *client.do(greedy).completions[0].tokens]
+    asked = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1,
+             "seed": 1234, "echo": True}  # fmt: skip
+    plan = plan_completion(CompletionRequest.model_validate(asked), tokenizer)
+    results = [client.do(dataclasses.replace(one, sampler_id="s")) for one in plan.samples]
+    choices = openai.response(plan, results, tokenizer, "cmpl-1", 0)["choices"]
+    # The trainer's own log-probs of the same tokens; a fresh adapter is the base model.
+    client.do(create("A"))
+    wholes = [np.array(prompt) for prompt in prompts]
+    datums = tuple(Datum(one[:-1], {"target_tokens": one[1:]}) for one in wholes)
+    scored = client.do(ForwardBackward("A", datums, "cross_entropy", {}, False)).outputs
+    for i, (choice, context) in enumerate(zip(choices, (6, 3, 1), strict=True)):
+        found = choice["logprobs"]
+        end = None if max_tokens == 0 else -1
+        assert len(found["token_logprobs"]) == len(found["top_logprobs"]) == len(prompts[i]) + max_tokens
+        assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
+        logprobs, tops = found["token_logprobs"][context:end], found["top_logprobs"][context:end]
+        assert sum(logprobs) == pytest.approx(scored[i]["logprobs"][context - 1 :].sum(), abs=1e-4)
+        is_greedy = all(logprob == max(top.values()) for logprob, top in zip(logprobs, tops, strict=True))
+        assert is_greedy == (i == 0)
+    client.do(CloseSampler("s"))
 
 
 def test_tokens_are_streamed(client):

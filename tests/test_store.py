@@ -152,7 +152,7 @@ def test_a_database_without_owners_is_brought_up_to_date(tmp_path):
     with sqlite3.connect(tmp_path / "s.sqlite") as connection:
         for table in ("sessions", "models", "checkpoints"):
             connection.execute(f"alter table {table} drop column owner")
-        connection.execute("insert into sessions (session_id, created_at, last_seen, state) values ('s', 1, 1, 'active')")
+        connection.execute("insert into sessions (session_id, created_at, state) values ('s', 1, 'active')")
         connection.execute("update meta set value = '1' where key = 'schema_version'")
     connection.close()
     for _ in range(2):

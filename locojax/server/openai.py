@@ -38,6 +38,7 @@ class StreamedText:
         self._text = ""
         self._shown = 0
         self.stopped = False
+        self.num_scored = 0  # characters that log-probs have been told of
 
     def add(self, text: str, tokens: Sequence[int], finished: bool) -> str:
         """The text that may be shown now."""
@@ -99,7 +100,7 @@ def _choice(
         logprobs = None if plan.num_top is None else {"content": scored.for_chat(tokenizer)}
         return {"message": message, "logprobs": logprobs, "finish_reason": reason}
     if plan.drop_sampled:
-        text, scored = "", _Scored((), (), None)
+        text, scored, reason = "", _Scored((), (), None), "length"
     if plan.echo:
         text = tokenizer.decode(sample.prompt) + text
         scored = _Scored.of_prompt(sample, sampled).then(scored)
@@ -133,11 +134,12 @@ class _Scored:
     def _tops(self) -> tuple[tuple[tuple[int, float], ...], ...]:
         return ((),) * len(self.tokens) if self.top is None else self.top
 
-    def for_completion(self, tokenizer: ChatTokenizer, num_top: int) -> dict[str, Any]:
+    def for_completion(self, tokenizer: ChatTokenizer, num_top: int, start: int = 0) -> dict[str, Any]:
+        """`start`: where in the choice's text these tokens begin."""
         words = [_word(token, tokenizer) for token in self.tokens]
-        offsets = itertools.accumulate(map(len, words), initial=0)
+        offsets = itertools.accumulate(map(len, words), initial=start)
         tops = [
-            None if logprob is None else {_word(token, tokenizer): value for token, value in top}
+            None if logprob is None else _by_word(top, tokenizer)
             for logprob, top in zip(self.logprobs, self._tops(), strict=True)
         ]
         return {
@@ -156,6 +158,14 @@ class _Scored:
             {**entry(token, logprob), "top_logprobs": [entry(*pair) for pair in top]}
             for token, logprob, top in zip(self.tokens, self.logprobs, self._tops(), strict=True)
         ]
+
+
+def _by_word(top: Sequence[tuple[int, float]], tokenizer: ChatTokenizer) -> dict[str, float]:
+    """Log-probs by text, likeliest first; of tokens that read alike (parts of a character) the likeliest one's."""
+    found: dict[str, float] = {}
+    for token, logprob in top:
+        found.setdefault(_word(token, tokenizer), logprob)
+    return found
 
 
 def _word(token: int, tokenizer: ChatTokenizer) -> str:
@@ -189,6 +199,20 @@ def first_chunk(plan: Plan, id: str, created: int, index: int) -> dict[str, Any]
     return {"id": id, "object": _chunk_kind(plan), "created": created, "model": plan.model, "choices": [choice]}
 
 
+def whole_chunks(
+    plan: Plan, id: str, created: int, prompt: int, sampled: Sampled, tokenizer: ChatTokenizer
+) -> list[dict[str, Any]]:
+    """The events of what can't be streamed token by token: all of a choice in one."""
+    events: list[dict[str, Any]] = []
+    first = prompt * plan.samples[prompt].num_samples
+    for index, choice in enumerate(response_choices(plan, prompt, sampled, tokenizer), first):
+        text = choice["text"] if plan.kind == "text_completion" else choice["message"]["content"]
+        if plan.kind == "chat.completion":
+            events.append(first_chunk(plan, id, created, index))
+        events.append(chunk(plan, id, created, index, text, choice["logprobs"], choice["finish_reason"]))
+    return events
+
+
 def usage_chunk(plan: Plan, id: str, created: int, sampled_tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
     """The last event, when stream_options asks for it."""
     head = {"id": id, "object": _chunk_kind(plan), "created": created, "model": plan.model, "choices": []}
@@ -200,15 +224,20 @@ def _chunk_kind(plan: Plan) -> str:
 
 
 def streamed_logprobs(
-    plan: Plan, tokens: tuple[int, ...], logprobs: np.ndarray, tokenizer: ChatTokenizer
+    plan: Plan, tokens: tuple[int, ...], logprobs: np.ndarray, text: StreamedText, tokenizer: ChatTokenizer
 ) -> dict[str, Any] | None:
-    """Log-probs of newly streamed tokens; the likeliest others come only with whole answers."""
+    """Log-probs of newly streamed tokens of the sample whose text is `text`.
+
+    Who asks for the likeliest others gets each choice in one piece; see `whole_chunks`.
+    """
     if plan.num_top is None:
         return None
     scored = _Scored(tokens, _numbers(logprobs), None)
     if plan.kind == "chat.completion":
         return {"content": scored.for_chat(tokenizer)}
-    return scored.for_completion(tokenizer, 0)
+    found = scored.for_completion(tokenizer, 0, start=text.num_scored)
+    text.num_scored += sum(map(len, found["tokens"]))
+    return found
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:

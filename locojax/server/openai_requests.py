@@ -155,7 +155,8 @@ class Plan:
       base_model, model_path: which sampler; one of the two.
       samples: one for each prompt.
       stops: strings whose text, and all behind it, is not shown.
-      num_top: how many likeliest tokens to report with each token; None: no log-probs at all.
+      num_top: how many likeliest tokens to report with each token; None: no log-probs at all. The engine tells them
+        with the whole sample only, so a stream that wants them has each choice in one piece.
       echo: show the prompt too.  drop_sampled: only the prompt was asked for (max_tokens 0).
     """
 
@@ -186,7 +187,7 @@ def plan_completion(request: CompletionRequest, tokenizer: ChatTokenizer) -> Pla
             prompt_logprobs=scored,
             topk_prompt_logprobs=top if scored else 0,
             topk_sample_logprobs=top,
-            stream=request.stream and not request.echo,
+            stream=request.stream and not request.echo and not top,
         )
         for prompt in prompts
     )
@@ -202,13 +203,14 @@ def plan_chat(request: ChatRequest, tokenizer: ChatTokenizer) -> Plan:
     )
     _check_number(1, request.n)
     limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    top = request.top_logprobs if request.logprobs else 0
     sample = Sample(
         sampler_id="",
         prompt=tuple(prompt),
         params=request.params(limit),
         num_samples=request.n,
-        topk_sample_logprobs=request.top_logprobs if request.logprobs else 0,
-        stream=request.stream,
+        topk_sample_logprobs=top,
+        stream=request.stream and not top,
     )
     return _plan("chat.completion", request, (sample,), request.top_logprobs if request.logprobs else None)
 

@@ -166,14 +166,15 @@ class _Events:
                     left -= 1
                     lengths[prompt] = [len(completion.tokens) for completion in item.completions]
                     if not plan.samples[prompt].stream:
-                        for event in self._at_once(prompt, item):
-                            yield event
+                        whole = openai.whole_chunks(plan, self._id, self._created, prompt, item, self._tokenizer)
+                        for event in whole:
+                            yield self._event(event)
                     continue
                 index = prompt * plan.samples[prompt].num_samples + item.sample_index
                 if plan.kind == "chat.completion" and index not in begun:
                     begun.add(index)
-                    yield openai.first_chunk(plan, self._id, self._created, index)
-                yield self._chunk(index, item, texts[prompt][item.sample_index])
+                    yield self._event(openai.first_chunk(plan, self._id, self._created, index))
+                yield self._event(self._chunk(index, item, texts[prompt][item.sample_index]))
             if self._include_usage:
                 yield openai.usage_chunk(plan, self._id, self._created, lengths)
         finally:
@@ -183,18 +184,13 @@ class _Events:
 
     def _chunk(self, index: int, item: Tokens, text: openai.StreamedText) -> dict[str, Any]:
         shown = text.add(item.text, item.tokens, item.finished)
-        scored = openai.streamed_logprobs(self._plan, item.tokens, item.logprobs, self._tokenizer)
+        scored = openai.streamed_logprobs(self._plan, item.tokens, item.logprobs, text, self._tokenizer)
         reason = None if not item.finished else "stop" if text.stopped else "length"
         return openai.chunk(self._plan, self._id, self._created, index, shown, scored, reason)
 
-    def _at_once(self, prompt: int, sampled: Sampled) -> list[dict[str, Any]]:
-        """An answer that can't be streamed token by token (echo), as one event a choice."""
-        alone = openai.response_choices(self._plan, prompt, sampled, self._tokenizer)
-        first = prompt * self._plan.samples[prompt].num_samples
-        return [
-            openai.chunk(self._plan, self._id, self._created, first + i, c["text"], c["logprobs"], c["finish_reason"])
-            for i, c in enumerate(alone)
-        ]
+    def _event(self, event: dict[str, Any]) -> dict[str, Any]:
+        """With usage asked for, each event has the field, and only the last one a value."""
+        return {**event, "usage": None} if self._include_usage else event
 
     async def _follow(self, prompt: int, queue: asyncio.Queue[tuple[int, Tokens | Sampled | Exception]]) -> None:
         stream = self._service.sampling.stream(

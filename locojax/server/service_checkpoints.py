@@ -319,7 +319,8 @@ class CheckpointDesk:
         checkpoints = self._of_run(model.model_id)
         body: dict[str, Any] = {
             "training_run_id": model.model_id, "base_model": model.base_model, "is_lora": True,
-            "model_owner": model.owner or OWNER, "corrupted": False, "lora_rank": model.rank, "last_request_time": iso_time(model.last_request),
+            "model_owner": model.owner or OWNER, "corrupted": False, "lora_rank": model.rank,
+            "last_request_time": iso_time(model.last_request),
             "user_metadata": text_metadata(model.user_metadata), "status": model.state,
         }  # fmt: skip
         for field, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
