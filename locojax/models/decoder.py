@@ -281,6 +281,17 @@ def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> A
     return out
 
 
+def join(layer: Params) -> dict[str, Array]:
+    """One layer's weights, those that read the same input side by side in one array (see JOINED)."""
+    layer = dict(layer)
+    for names, joined in JOINED.items():
+        for suffix in ("", "_bias"):
+            parts = [layer.pop(name + suffix) for name in names if name + suffix in layer]
+            if parts:
+                layer[joined + suffix] = jnp.concatenate(parts, axis=-1)
+    return layer
+
+
 def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
     """The tree decoding wants: layers as a list, cast once, and the head as its own contiguous [D, V].
 
@@ -289,13 +300,7 @@ def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]
     """
 
     def one(i: int) -> dict[str, Array]:
-        layer = {name: leaf[i].astype(dtype) for name, leaf in params["layers"].items()}
-        for names, joined in JOINED.items():
-            for suffix in ("", "_bias"):
-                parts = [layer.pop(name + suffix) for name in names if name + suffix in layer]
-                if parts:
-                    layer[joined + suffix] = jnp.concatenate(parts, axis=-1)
-        return layer
+        return join({name: leaf[i].astype(dtype) for name, leaf in params["layers"].items()})
 
     return {
         "embed": params["embed"].astype(dtype),

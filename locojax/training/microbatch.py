@@ -76,8 +76,9 @@ def micro_batches(
 
 def _local_segments(segment: np.ndarray, num_shards: int) -> np.ndarray:
     """Data numbered from 0 within each device's rows of a micro-batch; its number of positions where there is none."""
-    parts = segment.reshape(segment.shape[0] * num_shards, -1)
-    num_positions = parts.shape[1]
+    num_micro_batches, rows, row_tokens = segment.shape
+    num_positions = rows // num_shards * row_tokens
+    parts = segment.reshape(num_micro_batches * num_shards, num_positions)
     local = np.full_like(parts, num_positions)
     for own, part in zip(local, parts, strict=True):
         present, numbers = np.unique(part, return_inverse=True)

@@ -3,6 +3,9 @@
 The trainer's stacked masters become a list of layers in the engine's dtype (`decoder.unstack`), with memory of their
 own: the trainer donates its own at the next step, and a published tree stays what it was. With LoRA only the adapter
 moves; the base was unstacked once, at the first publish.
+
+Over a mesh that call is also the gather: every host ends up with the whole tree on its first device, where its engine
+runs. Every host must make it.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from locojax.models import decoder
+from locojax.errors import ConfigError
+from locojax.models import decoder, sharding
 from locojax.models.lora import HEAD, Adapters
 from locojax.models.spec import ModelSpec
 from locojax.training.programs import Tree
@@ -44,10 +50,15 @@ class Publisher:
       dtype: the engine's; None: the trainer's compute dtype, so that both compute the same.
       merge: fold LoRA into the base's weights (decoding then costs no more than the base's, and trainer and sampler
         differ by rounding); else publish the adapter beside it.
+      at_once: False: every weight of every layer in a call of its own. It is slower, and there to measure how much.
     """
 
-    def __init__(self, trainer: Trainer, *, dtype: str | None = None, merge: bool = False):
-        self._trainer = trainer
+    def __init__(
+        self, trainer: Trainer, *, dtype: str | None = None, merge: bool = False, at_once: bool = True
+    ):
+        if merge and not at_once:
+            raise ConfigError("Weights that LoRA is merged into are published at once", got="at_once=False")
+        self._trainer, self._at_once = trainer, at_once
         self._dtype = dtype or trainer.program.compute_dtype
         self._merge = merge
         self._base: Tree = None  # LoRA's, unstacked: it never changes
@@ -55,35 +66,80 @@ class Publisher:
     def publish(self) -> Published:
         """The current policy. Returns when it is complete."""
         trainer = self._trainer
-        spec, dtype = trainer.spec, self._dtype
+        spec, dtype, mesh = trainer.spec, self._dtype, trainer.mesh
         adapters = None
         if trainer.lora is None:
-            weights = _unstacked(trainer.trainable, spec, dtype)
+            weights = self._unstacked(trainer.trainable)
         elif self._merge:
-            scale = jnp.asarray(trainer.lora.scale, jnp.float32)
-            weights = _merged(trainer.frozen, trainer.trainable, scale, spec, dtype)
+            folded = np.float32(trainer.lora.scale)
+            weights = _own(_merged(trainer.frozen, trainer.trainable, folded, spec, dtype, mesh), mesh)
         else:
             if self._base is None:
-                self._base = _unstacked(trainer.frozen, spec, dtype)
+                self._base = self._unstacked(trainer.frozen)
             scale = jnp.asarray(trainer.lora.scale, jnp.float32)
-            weights, adapters = self._base, Adapters(_copied(trainer.trainable), scale)
+            weights, adapters = self._base, Adapters(_own(_copied(trainer.trainable, mesh), mesh), scale)
         jax.block_until_ready((weights, adapters))
         return Published(weights, adapters, trainer.policy_version)
 
+    def _unstacked(self, params: Tree) -> Tree:
+        spec, dtype, mesh = self._trainer.spec, self._dtype, self._trainer.mesh
+        if self._at_once:
+            return _own(_unstacked(params, spec, dtype, mesh), mesh)
 
-@partial(jax.jit, static_argnames=("spec", "dtype"))
-def _unstacked(params: Tree, spec: ModelSpec, dtype: str) -> Tree:
+        def one(leaf: Array, layer: int | None = None) -> Array:
+            return _own(_piece(leaf, None if layer is None else np.int32(layer), dtype, mesh), mesh)
+
+        def layer_of(i: int) -> Tree:
+            return _joined({name: one(leaf, i) for name, leaf in params["layers"].items()})
+
+        return {
+            "embed": one(params["embed"]),
+            "layers": [layer_of(i) for i in range(spec.num_layers)],
+            "final_norm": one(params["final_norm"]),
+            "head": one(params["head"]) if "head" in params else _transposed(one(params["embed"])),
+        }
+
+
+def _everywhere(tree: Tree, mesh: Mesh | None) -> Tree:
+    """Inside a program: whole on every device."""
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def _own(tree: Tree, mesh: Mesh | None) -> Tree:
+    """Of a program's results: those on this host's first device."""
+    return tree if mesh is None else jax.tree.map(sharding.own_copy, tree)
+
+
+@partial(jax.jit, static_argnames=("spec", "dtype", "mesh"))
+def _unstacked(params: Tree, spec: ModelSpec, dtype: str, mesh: Mesh | None) -> Tree:
+    if mesh is not None:  # cast before it is sent; and stacked: a few large arrays travel faster than many small ones
+        params = _everywhere(jax.tree.map(lambda leaf: leaf.astype(dtype), params), mesh)
     # Copied inside the program: a leaf that it only passed on would be the trainer's own buffer.
-    return jax.tree.map(jnp.copy, decoder.unstack(params, spec, jnp.dtype(dtype)))
+    return _everywhere(jax.tree.map(jnp.copy, decoder.unstack(params, spec, jnp.dtype(dtype))), mesh)
 
 
-@jax.jit
-def _copied(tree: Tree) -> Tree:
-    return jax.tree.map(jnp.copy, tree)
+@partial(jax.jit, static_argnames=("dtype", "mesh"))
+def _piece(leaf: Array, layer: Array | None, dtype: str, mesh: Mesh | None) -> Array:
+    """One weight, or one layer's part of it."""
+    part = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    return _everywhere(jnp.copy(part.astype(dtype)), mesh)
 
 
-@partial(jax.jit, static_argnames=("spec", "dtype"))
-def _merged(base: Tree, adapter: Tree, scale: Array, spec: ModelSpec, dtype: str) -> Tree:
+_joined = jax.jit(decoder.join)
+_transposed = jax.jit(jnp.transpose)
+
+
+@partial(jax.jit, static_argnames=("mesh",))
+def _copied(tree: Tree, mesh: Mesh | None) -> Tree:
+    return _everywhere(jax.tree.map(jnp.copy, tree), mesh)
+
+
+@partial(jax.jit, static_argnames=("spec", "dtype", "mesh"))
+def _merged(
+    base: Tree, adapter: Tree, scale: Array | np.float32, spec: ModelSpec, dtype: str, mesh: Mesh | None
+) -> Tree:
     """base + scale x a @ b, summed in fp32, then unstacked in the engine's dtype."""
 
     def add(weight: Array, part: Any) -> Array:
@@ -93,4 +149,4 @@ def _merged(base: Tree, adapter: Tree, scale: Array, spec: ModelSpec, dtype: str
     merged = {**base, "layers": layers}
     if HEAD in adapter:  # a tied embedding stays as it is: the adapter is of the head alone
         merged["head"] = add(decoder.head_weight(base), adapter[HEAD])
-    return jax.tree.map(jnp.copy, decoder.unstack(merged, spec, jnp.dtype(dtype)))
+    return _unstacked(merged, spec, dtype, mesh)
