@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "locojax"
 
 # A room -> the rooms it may import besides itself. BASE is open to all.
 BASE = frozenset({"types", "settings", "config", "errors"})
-COMMANDS = {"cli_serve", "cli_compare", "cli_profile"}  # parts of the command line, imported by it alone
+COMMANDS = {"cli_launch", "cli_serve", "cli_compare", "cli_profile"}  # parts of the command line, imported by it alone
 ROOMS = {
     "models": set(),
     "rollout": {"models"},
@@ -27,6 +27,7 @@ ROOMS = {
     "measure": {"models", "rollout", "training", "rl", "hosts", "server"},
     "cli": {"models", "rollout", "training", "rl", "hosts", "server", "measure", *COMMANDS},
     "cli_serve": {"models", "hosts", "server"},
+    "cli_launch": {"hosts"},
     "cli_compare": {"measure"},
     "cli_profile": {"models", "hosts", "measure"},
     "__main__": {"cli"},
@@ -58,6 +59,9 @@ WITHOUT_JAX = (
     "measure.launches",
     "measure.compare",
     "measure.compare_report",
+    "measure.division",
+    "measure.coin",
+    "cli_compare",
 )
 ARRAYS = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
