@@ -227,10 +227,15 @@ class Trainer:
         checked = self._checked(data, kind, read_options(kind, loss_config))
         return self._planned(checked, score)
 
-    def reference_logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
+    def reference_logprobs(
+        self, data: Sequence[Datum], *, plan: Plan | None = None, told: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         """Log-probs of each datum's targets under the weights that the trainer was made with; 0 where `weights` is 0.
 
         With LoRA those are the base's, without the adapter. Full fine-tuning needs `settings.keep_reference`.
+
+        Args:
+          plan, told: as of `forward`, with the loss "cross_entropy" and `score` "active".
 
         Raises:
           ConfigError: the reference wasn't kept.
@@ -239,7 +244,7 @@ class Trainer:
             raise ConfigError(
                 "The trainer keeps no reference policy", remedy="Make it with TrainerSettings(keep_reference=True)"
             )
-        result = self._run(data, "cross_entropy", None, "active", "reference")
+        result = self._run(data, "cross_entropy", None, "active", "reference", plan, told)
         return [output["logprobs"] for output in result.outputs]
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
