@@ -3,7 +3,8 @@
 # make lint     ruff and mypy
 # make test-postgres   the server's tests that have a database, on PostgreSQL instead of SQLite
 # make conformance   the official Tinker SDK, three versions of it, against a real server
-# make recipes       unmodified recipes of tinker-cookbook against a real server (needs a python3.11)
+# make recipes       unmodified recipes of tinker-cookbook against a real server of SmolLM2 (needs a python3.11)
+# make recipes-quick a few of them, two steps each, against a tiny model
 # Another Python: make test PYTHON=python3.13 VENV=.venv313
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ COOKBOOK_NEEDS = "tinker==0.38.0" "torch==2.13.0" aiohttp anyio blobfile chz clo
   math-verify numpy pillow pydantic pylatexenc pyrage rich safetensors sympy termcolor tiktoken tqdm \
   "transformers>=4.57.6" tml-renderers
 
-.PHONY: demo test test-core test-postgres lint conformance recipes clean
+.PHONY: demo test test-core test-postgres lint conformance recipes recipes-quick clean
 .DEFAULT_GOAL = demo
 
 demo: $(VENV)/.ready-to-run
@@ -45,11 +46,16 @@ lint: $(VENV)/.ready-to-test
 
 empty :=
 space := $(empty) $(empty)
+# The cookbook's environment, if it is there, is one more client: what the SDK does by torch is probed with it alone.
 conformance: $(VENV)/.ready-to-test $(SDK_PYTHONS)
-	@LOCOJAX_SDKS=$(subst $(space),:,$(abspath $(SDK_PYTHONS))) $(VENV)/bin/python -m pytest -q tests/conformance
+	@LOCOJAX_SDKS=$(subst $(space),:,$(abspath $(SDK_PYTHONS) $(wildcard $(COOKBOOK)))) $(VENV)/bin/python -m pytest -q tests/conformance
 
 recipes: $(VENV)/.ready-to-test $(COOKBOOK)
-	@cd tests && $(abspath $(VENV))/bin/python -m conformance.recipes $(abspath $(COOKBOOK)) smollm2-135m
+	@cd tests && $(abspath $(VENV))/bin/python -m conformance.recipes $(abspath $(COOKBOOK)) smollm2-135m \
+	  --renderer qwen3_instruct
+
+recipes-quick: $(VENV)/.ready-to-test $(COOKBOOK)
+	@LOCOJAX_COOKBOOK=$(abspath $(COOKBOOK)) $(VENV)/bin/python -m pytest -q tests/conformance/test_recipes.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

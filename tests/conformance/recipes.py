@@ -1,10 +1,11 @@
 """Unmodified recipes of tinker-cookbook against a server, without network.
 
-    cd tests && python -m conformance.recipes PYTHON MODEL [recipe ...] [--steps 2] [--renderer role_colon]
+    cd tests && python -m conformance.recipes PYTHON MODEL [recipe ...] [--steps 2] [--renderer qwen3_instruct]
 
 PYTHON has tinker-cookbook and torch; MODEL is what `locojax serve` takes. `datasets.load_dataset("a/b")` and
 `from_pretrained("a/b")` both take a local folder of that relative name, so recipes run where such folders stand. Prints
-one JSON line a recipe: exit status, seconds, and its rewards or losses by step.
+one JSON line a recipe: its command, exit status, seconds, and how its reward (or loss) went. A recipe fails if it
+exits with another status than 0, or if it was run to its own number of steps and what it optimizes didn't improve.
 """
 
 from __future__ import annotations
@@ -14,79 +15,117 @@ import dataclasses
 import json
 import pathlib
 import random
+import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from conformance import sdks
 from conformance.client import API_KEY
 from conformance.server import serve, tail
 
-ALIAS = "Qwen/Qwen3-8B-Base"  # sl_loop and rl_loop take no renderer: they need a model name that the cookbook knows
+# sl_loop and rl_loop take no renderer: they need a model name for which the cookbook recommends this one.
+ALIASES = {"role_colon": "Qwen/Qwen3-8B-Base", "qwen3_instruct": "Qwen/Qwen3-4B-Instruct-2507"}
 MAX_SECONDS = 1800.0
+NUM_ROWS = 256  # of every data set
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A recipe's module and its arguments, where {model} and {renderer} stand for the run's own."""
+    """A recipe's module, its arguments at a size that two CPU cores train in minutes, and what it optimizes.
+
+    In arguments {model}, {alias} and {renderer} stand for the run's own, and {checkpoint} for the last sampler
+    checkpoint of the recipe `after`, which then must run before. `metric` is a name in the recipe's metrics.jsonl.
+    """
 
     module: str
     arguments: tuple[str, ...]
+    num_steps: int
+    metric: str
+    rises: bool = True
+    after: str | None = None
 
-    def command(self, python: str, model: str, renderer: str, log_path: pathlib.Path, steps: int) -> list[str]:
-        arguments = [argument.format(model=model, renderer=renderer) for argument in self.arguments]
+    def command(self, python: str, names: Mapping[str, str], log_path: str, steps: int) -> list[str]:
+        arguments = [argument.format(**names) for argument in self.arguments]
         module = f"tinker_cookbook.recipes.{self.module}"
         return [python, "-W", "ignore", "-m", module, *arguments, f"log_path={log_path}", f"max_steps={steps}"]
 
+    def improved(self, first: float, last: float) -> bool:
+        return last > first if self.rises else last < first
+
 
 _MODEL = ("model_name={model}", "renderer_name={renderer}", "behavior_if_log_dir_exists=delete")
+_REWARD = "env/all/reward/total"
 _ARITHMETIC = (
-    *_MODEL, "env=arithmetic", "groups_per_batch=4", "group_size=4", "max_tokens=5", "learning_rate=1e-3",
+    *_MODEL, "env=arithmetic", "groups_per_batch=8", "group_size=8", "max_tokens=8", "learning_rate=5e-4",
 )  # fmt: skip
-_LOOP = (f"model_name={ALIAS}", "lora_rank=32")
+_LOOP = ("model_name={alias}", "lora_rank=32", "learning_rate=5e-4")
 
 RECIPES: Mapping[str, Recipe] = {
-    "math_rl": Recipe("math_rl.train", _ARITHMETIC),
-    "chat_sl": Recipe("chat_sl.train", (*_MODEL, "dataset=conv.jsonl", "batch_size=8", "save_every=1", "eval_every=1")),
+    "math_rl": Recipe("math_rl.train", _ARITHMETIC, 12, _REWARD),
     "math_rl_importance_sampling": Recipe(
-        "math_rl.train", (*_ARITHMETIC, "loss_fn=importance_sampling", "compute_post_kl=True", "num_substeps=2")
+        "math_rl.train", (*_ARITHMETIC, "loss_fn=importance_sampling", "compute_post_kl=True", "num_substeps=2"),
+        12, _REWARD,
     ),
-    "math_rl_async": Recipe("math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2")),
-    "sl_loop": Recipe("sl_loop", (*_LOOP, "batch_size=8", "save_every=2")),
-    "rl_loop": Recipe("rl_loop", (*_LOOP, "batch_size=2", "group_size=4", "max_tokens=16", "save_every=1")),
+    "math_rl_async": Recipe("math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2"), 12, _REWARD),
+    "chat_sl": Recipe(
+        "chat_sl.train",
+        (*_MODEL, "dataset=conv.jsonl", "batch_size=8", "learning_rate=5e-4", "save_every=5", "eval_every=5"),
+        10, "train_mean_nll", rises=False,
+    ),
+    "sl_loop": Recipe("sl_loop", (*_LOOP, "batch_size=8", "save_every=4"), 10, "train_mean_nll", rises=False),
+    "rl_loop": Recipe(
+        "rl_loop", (*_LOOP, "batch_size=8", "group_size=8", "max_tokens=24", "save_every=4"), 12, "reward/total"
+    ),
     "guess_number": Recipe(
-        "multiplayer_rl.guess_number.train", (*_MODEL, "batch_size=2", "group_size=2", "max_tokens=6", "eval_every=0")
+        "multiplayer_rl.guess_number.train",
+        (*_MODEL, "batch_size=4", "group_size=4", "max_tokens=8", "learning_rate=5e-4", "eval_every=0"),
+        8, _REWARD,
     ),
-    "dpo": Recipe("preference.dpo.train", (*_MODEL, "dataset=hhh", "batch_size=4")),
+    "dpo": Recipe(
+        "preference.dpo.train", (*_MODEL, "dataset=hhh", "batch_size=8", "learning_rate=2e-4"),
+        10, "dpo_loss", rises=False,
+    ),
     "on_policy_distillation": Recipe(
         "distillation.on_policy_distillation",
-        (*_MODEL, "lora_rank=32", "teacher_model={model}", "dataset=deepmath", "groups_per_batch=2", "group_size=2",
-         "max_tokens=6", "eval_every=0"),
+        (*_MODEL, "lora_rank=32", "teacher_model={model}", "teacher_checkpoint={checkpoint}", "dataset=deepmath",
+         "groups_per_batch=8", "group_size=4", "max_tokens=12", "learning_rate=5e-4", "eval_every=0"),
+        10, "teacher_kl", rises=False, after="chat_sl",
     ),
 }  # fmt: skip
 
-QUICK = ("math_rl", "chat_sl")
-"""What CI runs."""
+QUICK = ("math_rl", "chat_sl", "dpo")
+"""What CI runs where it has the cookbook: reinforcement, supervision, and a loss that the client makes with torch."""
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Each recipe once, after the one whose checkpoint it takes. Example: in_order(["on_policy_distillation"])"""
+    ordered: dict[str, None] = {}
+    for name in names:
+        before = RECIPES[name].after
+        ordered.update(dict.fromkeys([name] if before is None else [before, name]))
+    return list(ordered)
 
 
 def lay_out(folder: pathlib.Path) -> None:
-    """The data that recipes load by name, as small folders of that name: made-up conversations and sums."""
+    """The data that recipes load by name, as small folders of that name: made-up conversations about sums."""
     draw = random.Random(0)
-    sums = [(draw.randrange(100), draw.randrange(100)) for _ in range(64)]
+    sums = [(draw.randrange(1, 10), draw.randrange(1, 10)) for _ in range(NUM_ROWS)]
     turns = [
         [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
         for a, b in sums
     ]
     chats = [{"messages": turn, "prompt": turn[0]["content"], "category": "sums"} for turn in turns]
     write_rows(folder / "conv.jsonl", chats)
+    asked = "\n\nHuman: What is {} + {}?\n\nAssistant: {}"
     for split in ("train", "test"):
         write_rows(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", chats)
         gsm8k = [{"question": f"What is {a} + {b}?", "answer": f"It is {a + b}.\n#### {a + b}"} for a, b in sums]
         write_rows(folder / f"openai/gsm8k/main/{split}.jsonl", gsm8k)
-        asked = "\n\nHuman: What is {} + {}?\n\nAssistant: {}"
         preferences = [
             {"chosen": asked.format(a, b, a + b), "rejected": asked.format(a, b, a + b + 7)} for a, b in sums
         ]
@@ -104,16 +143,21 @@ def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, object]]) -> None
 
 
 def run_recipe(
-    name: str, python: str, url: str, model: str, folder: pathlib.Path, steps: int, renderer: str
+    name: str, python: str, url: str, names: Mapping[str, str], folder: pathlib.Path, steps: int | None = None
 ) -> dict[str, object]:
-    """Runs one where `lay_out` was done and the tokenizer lies; what came of it."""
-    recipe, log_path = RECIPES[name], folder / "runs" / name
+    """Runs one where `lay_out` was done and the tokenizer lies; what came of it.
+
+    `names` says what {model}, {alias} and {renderer} stand for; `steps` defaults to the recipe's own.
+    """
+    recipe, log_path = RECIPES[name], f"runs/{name}"
+    if recipe.after is not None:
+        names = {**names, "checkpoint": last_sampler(folder / f"runs/{recipe.after}")}
     environment = {
         **sdks.environment(), "TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY, "HF_DATASETS_OFFLINE": "1",
         "HF_DATASETS_CACHE": str(folder / "cache"),
         "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
     }  # fmt: skip
-    command = recipe.command(python, model, renderer, log_path, steps)
+    command = recipe.command(python, names, log_path, steps or recipe.num_steps)
     started = time.perf_counter()
     output = folder / f"{name}.log"
     with output.open("wb") as out:
@@ -123,33 +167,45 @@ def run_recipe(
             ).returncode
         except subprocess.TimeoutExpired:
             status = -1
+    values = curve(folder / log_path, recipe.metric)
     result: dict[str, object] = {
-        "recipe": name, "status": status, "seconds": round(time.perf_counter() - started, 1), **metrics(log_path)
+        "recipe": name, "status": status, "seconds": round(time.perf_counter() - started, 1),
+        "command": shlex.join(["python", *command[3:]]), "metric": recipe.metric, "curve": values,
     }  # fmt: skip
+    if values:
+        first, last = ends(values)
+        result |= {"first": first, "last": last, "improved": recipe.improved(first, last)}
     if status:
         result["error"] = tail(output, 60)
     return result
 
 
-def metrics(log_path: pathlib.Path) -> dict[str, object]:
-    """Rewards and losses by step, from the recipe's own log."""
+def curve(log_path: pathlib.Path, metric: str) -> list[float]:
+    """A metric by step, from the recipe's own log; empty where it has none."""
     path = log_path / "metrics.jsonl"
-    if not path.is_file():
-        return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    names = ("env/all/reward/total", "reward/total", "train_mean_nll", "dpo_loss", "teacher_kl", "num_loss_tokens")
-    return {
-        name: [round(row[name], 4) for row in rows if name in row] for name in names if any(name in r for r in rows)
-    }
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return [round(row[metric], 4) for row in rows if metric in row]
 
 
-def lay_out_tokenizer(model: str, folder: pathlib.Path) -> str:
-    """Makes the tokenizer loadable by the model's name and by `ALIAS`; the name that clients use."""
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """The means of the first and of the last quarter of the steps. Example: ends([1, 2, 3, 4]) == (1, 4)"""
+    count = max(1, len(values) // 4)
+    return round(statistics.fmean(values[:count]), 4), round(statistics.fmean(values[-count:]), 4)
+
+
+def last_sampler(log_path: pathlib.Path) -> str:
+    """The tinker:// path of the last sampler checkpoint that a recipe noted."""
+    rows = [json.loads(line) for line in (log_path / "checkpoints.jsonl").read_text().splitlines()]
+    return str([row["sampler_path"] for row in rows if row.get("sampler_path")][-1])
+
+
+def lay_out_tokenizer(model: str, folder: pathlib.Path, alias: str) -> str:
+    """Makes the tokenizer loadable by the model's name and by `alias`; the name that clients use."""
     from locojax.models.hub import load_tokenizer
 
     source = pathlib.Path(model)
     name = f"local/{source.name}" if source.is_dir() else f"local/{model}"
-    for target in (name, ALIAS):
+    for target in (name, alias):
         (folder / target).mkdir(parents=True)
         load_tokenizer(model).save(folder / target)
         if source.is_dir():
@@ -157,19 +213,22 @@ def lay_out_tokenizer(model: str, folder: pathlib.Path) -> str:
     return name
 
 
-def run_all(python: str, model: str, names: Iterable[str], steps: int, renderer: str) -> Iterator[dict[str, object]]:
+def run_all(
+    python: str, model: str, recipes: Iterable[str], renderer: str, steps: int | None = None
+) -> Iterator[dict[str, object]]:
     """Each recipe's result, against one server of `model`."""
+    alias = ALIASES[renderer]
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
         clients, server = folder / "clients", folder / "server"
         clients.mkdir()
         server.mkdir()
         lay_out(clients)
-        name = lay_out_tokenizer(model, clients)
+        names = {"model": lay_out_tokenizer(model, clients, alias), "alias": alias, "renderer": renderer}
         model = str(pathlib.Path(model).resolve()) if pathlib.Path(model).exists() else model
-        with serve(model, server, ["--name", name, "--alias", ALIAS]) as served:
-            for one in names:
-                result = run_recipe(one, python, served.url, name, clients, steps, renderer)
+        with serve(model, server, ["--name", names["model"], "--alias", alias]) as served:
+            for one in in_order(recipes):
+                result = run_recipe(one, python, served.url, names, clients, steps)
                 if result["status"]:
                     result["server"] = tail(server / "server.log")
                 yield result
@@ -180,13 +239,13 @@ def main() -> int:
     parser.add_argument("python")
     parser.add_argument("model")
     parser.add_argument("recipes", nargs="*", metavar="recipe", help=", ".join(RECIPES))
-    parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--renderer", default="role_colon")
+    parser.add_argument("--steps", type=int, help="default: each recipe's own, and then it must improve")
+    parser.add_argument("--renderer", default="role_colon", choices=ALIASES)
     options = parser.parse_args()
     failures = 0
-    names = options.recipes or RECIPES
-    for result in run_all(options.python, options.model, names, options.steps, options.renderer):
-        failures += result["status"] != 0
+    for result in run_all(options.python, options.model, options.recipes or RECIPES, options.renderer, options.steps):
+        good = result["status"] == 0 and (options.steps is not None or bool(result.get("improved")))
+        failures += not good
         print(json.dumps(result), flush=True)
     return 1 if failures else 0
 

@@ -13,13 +13,27 @@ from conformance import recipes
 pytestmark = pytest.mark.extended
 
 COOKBOOK = os.environ.get("LOCOJAX_COOKBOOK")
+NAMES = {"model": "local/tiny", "alias": "Qwen/Qwen3-8B-Base", "renderer": "role_colon", "checkpoint": "tinker://a"}
 
 
-def test_every_recipe_is_spelled_out(tmp_path: pathlib.Path) -> None:
+def test_every_recipe_is_spelled_out() -> None:
     for name, recipe in recipes.RECIPES.items():
-        command = recipe.command("python3", "local/tiny", "role_colon", tmp_path / name, 2)
+        command = recipe.command("python3", NAMES, f"runs/{name}", 2)
         assert command[4].startswith("tinker_cookbook.recipes.") and "max_steps=2" in command
         assert not any("{" in argument for argument in command), command
+
+
+def test_a_recipe_runs_after_the_one_whose_checkpoint_it_takes() -> None:
+    assert recipes.in_order(["on_policy_distillation"]) == ["chat_sl", "on_policy_distillation"]
+    assert recipes.in_order(["chat_sl", "dpo", "on_policy_distillation"]) == [
+        "chat_sl", "dpo", "on_policy_distillation",
+    ]  # fmt: skip
+
+
+def test_first_and_last_are_quarters() -> None:
+    assert recipes.ends([0.5]) == (0.5, 0.5)
+    assert recipes.ends([0.0, 0.2, 0.9, 0.1, 0.5, 0.5, 0.6, 0.8]) == (0.1, 0.7)
+    assert recipes.RECIPES["math_rl"].improved(0.1, 0.7) and not recipes.RECIPES["dpo"].improved(0.1, 0.7)
 
 
 if COOKBOOK:
@@ -29,5 +43,5 @@ if COOKBOOK:
         model = tiny.write_tiny_model(tmp_path / "tiny")
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 1024}))
-        for result in recipes.run_all(COOKBOOK, str(model), recipes.QUICK, 2, "role_colon"):
+        for result in recipes.run_all(COOKBOOK, str(model), recipes.QUICK, "role_colon", steps=2):
             assert result["status"] == 0, f"{result['error']}\nserver:\n{result['server']}"
