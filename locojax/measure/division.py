@@ -56,11 +56,13 @@ class StepSpans:
 class Division:
     """Where one host's step went: `seconds[row][class]`, which add up to `wall`. Filled by `divide`.
 
-    Example: Division(1.0, {"decode": {"compute": 0.7, "network": 0.0, "host": 0.2, "unaccounted": 0.0}, ...})
+    `num_devices` are those that did anything in the step.
+    Example: Division(1.0, {"decode": {"compute": 0.7, "network": 0.0, "host": 0.2, "unaccounted": 0.0}, ...}, 1)
     """
 
     wall: float
     seconds: Mapping[Row, Mapping[Class, float]]
+    num_devices: int
 
     def shares(self) -> dict[Class, float]:
         """Each class's share of the step; they add up to 1."""
@@ -86,7 +88,7 @@ def divide(spans: StepSpans) -> Division:
     scaled: dict[Row, dict[Class, float]] = {
         name: {kind: value * scale for kind, value in row.items()} for name, row in seconds.items()
     }
-    return Division((spans.end - spans.start) * _NANO, scaled)
+    return Division((spans.end - spans.start) * _NANO, scaled, len(spans.devices))
 
 
 def _rows(spans: StepSpans, window: np.ndarray) -> dict[Row, np.ndarray]:

@@ -32,7 +32,8 @@ class Profile:
     Attributes:
       hosts: a division for each host, in their order.
       seconds_before: of the step before, which was not recorded, on this host: how much the recording slows a step.
-      place: what it ran on. Example: {"platform": "cpu", "num_hosts": 2, "num_devices": 2}
+      place: what it ran on, with the devices that did anything. Example: {"platform": "cpu", "num_hosts": 2,
+        "num_devices": 2, "device": "cpu", "jax": "0.12.0"}
     """
 
     model: str
@@ -96,7 +97,6 @@ class Recorder(Timeline):
             "platform": device.platform,
             "device": device.device_kind,
             "num_hosts": jax.process_count(),
-            "num_devices": jax.device_count(),
             "jax": jax.__version__,
         }
         figures = _to_array(mine)
@@ -105,6 +105,7 @@ class Recorder(Timeline):
         else:
             gathered = figures[None]
         self.hosts = tuple(map(_from_array, gathered))
+        self.place = {**self.place, "num_devices": sum(division.num_devices for division in self.hosts)}
 
     def profile(self, model: str) -> Profile:
         """What was recorded, of a run that has ended."""
@@ -114,20 +115,20 @@ class Recorder(Timeline):
 
 
 def _to_array(division: Division) -> np.ndarray:
-    """f64[1 + rows x classes]: the wall time, then the table; NaN where a phase did not happen."""
+    """f64[2 + rows x classes]: wall time and devices, then the table; NaN where a phase did not happen."""
     absent = dict.fromkeys(CLASSES, np.nan)
     table = [[division.seconds.get(row, absent)[name] for name in CLASSES] for row in ROWS]
-    return np.concatenate([[division.wall], np.ravel(table)])
+    return np.concatenate([[division.wall, division.num_devices], np.ravel(table)])
 
 
 def _from_array(figures: np.ndarray) -> Division:
-    table = figures[1:].reshape(len(ROWS), len(CLASSES))
+    table = figures[2:].reshape(len(ROWS), len(CLASSES))
     seconds = {
         row: dict(zip(CLASSES, map(float, values), strict=True))
         for row, values in zip(ROWS, table, strict=True)
         if not np.isnan(values).any()
     }
-    return Division(float(figures[0]), seconds)
+    return Division(float(figures[0]), seconds, int(figures[1]))
 
 
 def profiled_config(config: Config, num_warm_up: int, folder: str) -> Config:

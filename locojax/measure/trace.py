@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, cast
@@ -70,6 +71,14 @@ def read(folder: pathlib.Path) -> StepSpans:
     Raises:
       HostError: there is no marked step, or no device did anything in it.
     """
+    with warnings.catch_warnings():
+        # jaxlib's reader makes its types when they are first used, and aborts where Python's "no __module__" of them is
+        # an error.
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        return _read(folder)
+
+
+def _read(folder: pathlib.Path) -> StepSpans:
     paths = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
     planes = [plane for path in paths for plane in jax.profiler.ProfileData.from_file(str(path)).planes]
     marks = [mark for plane in planes if plane.name == _HOST_PLANE for mark in _marks(plane)]
