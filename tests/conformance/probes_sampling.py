@@ -298,12 +298,12 @@ def probe_inflight_samplers_follow(client: Client) -> None:
     """kind="inflight": a new save reaches the sampler that was made before."""
     trainer = client.trainer()
     train(trainer)
-    sampler = trainer.save_weights_and_get_sampling_client(kind="inflight")
+    sampler = settled(trainer.save_weights_and_get_sampling_client(kind="inflight"))
     before = scored(sampler, PROMPT)[1:]
     train(trainer)
-    trainer.save_weights_and_get_sampling_client(kind="inflight")
+    settled(trainer.save_weights_and_get_sampling_client(kind="inflight"))
     after = scored(sampler, PROMPT)[1:]
-    assert np.max(np.abs(np.array(before) - np.array(after))) > 1e-3, "the sampler still has the old weights"
+    assert np.max(np.abs(np.array(before) - np.array(after))) > 1e-3, f"the same weights: {before} {after}"
     close_to(after, forward(trainer, [datum(PROMPT)])[0], 1e-3)
 
 
