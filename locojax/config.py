@@ -76,7 +76,9 @@ class RolloutConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = setting("auto", "Number format of generation. auto: as training.")
     max_slots: int | Auto = setting("auto", "Completions decoded at the same time.", low=1)
     kv_memory_gib: float | Auto = setting("auto", "Memory for the key/value cache, in GiB.", above=0)
-    decode_iterations: int | Auto = setting("auto", "Most tokens per slot decoded by one compiled call.", low=1)
+    decode_iterations: int | Auto = setting(
+        "auto", "Most tokens per slot decoded by one compiled call. auto: 16, or 1 under a single controller.", low=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,13 +362,14 @@ def resolve(
         problem = "Setting 'training.row_tokens' is too small for the longest prompt and completion"
         raise ConfigError(problem, got=row_tokens, expected=f"at least {longest}")
     budget = 1024 if on_cpu else 16384
+    iterations = 1 if config.hosts.controller == "single" else 16
     prompts = -(-config.run.prompts_per_step // num_hosts)
     slots = min(_power_of_two(prompts * rollout.group_size), 128 if on_cpu else 512)
     values: dict[str, Any] = {
         "model.max_context": context,
         "rollout.dtype": _unless_set(rollout.dtype, dtype),
         "rollout.max_slots": _unless_set(rollout.max_slots, slots),
-        "rollout.decode_iterations": _unless_set(rollout.decode_iterations, 16),
+        "rollout.decode_iterations": _unless_set(rollout.decode_iterations, iterations),
         "training.compute_dtype": dtype,
         "training.row_tokens": row_tokens,
         "training.rows": _unless_set(training.rows, max(1, budget // row_tokens)),

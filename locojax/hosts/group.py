@@ -119,6 +119,11 @@ class Group:
         return self.rank == 0
 
     @property
+    def board(self) -> Board | None:
+        """What the hosts share; None with one."""
+        return self._board
+
+    @property
     def num_meetings(self) -> int:
         """Meetings entered so far; 0 with one host."""
         return 0 if self._watchdog is None else self._watchdog.num_meetings

@@ -11,7 +11,8 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -42,10 +43,12 @@ from locojax.rollout.scheduler import NewPrompt, Schedule
 from locojax.rollout.settings import EngineSettings, row_sizes, scheduler_of
 from locojax.types import SampleRequest
 
-Announce = Callable[..., None]
-"""Tells the other hosts what to perform: an action of `LockstepDevices` and its arguments."""
+Order = Callable[..., AbstractContextManager[None]]
+"""Tells the other hosts what to perform: an action of `LockstepDevices` and its arguments. The head performs it too,
+inside: that is where it waits for them."""
 
 
+@runtime_checkable
 class Lanes(Protocol):
     """What the head does on all hosts."""
 
@@ -68,34 +71,35 @@ class Lanes(Protocol):
 class Lockstep:
     """Lanes that run: the head's own devices, after the others have been told to do the same."""
 
-    def __init__(self, devices: LockstepDevices, announce: Announce):
-        self.devices, self._announce = devices, announce
+    def __init__(self, devices: LockstepDevices, order: Order):
+        self.devices, self._order = devices, order
 
     def keys(self) -> list[Key]:
         return self.devices.keys()
 
     def prepare(self, key: Key) -> None:
-        self._announce("prepare", key)
-        self.devices.prepare(key)
+        with self._order("prepare", key):
+            self.devices.prepare(key)
 
     def reshape(self, shape: Shape, sources: Sources | None) -> None:
-        self._announce("reshape", shape, sources)
-        self.devices.reshape(shape, sources)
+        with self._order("reshape", shape, sources):
+            self.devices.reshape(shape, sources)
 
     def warm_moves(self, shapes: Sequence[Shape]) -> None:
         """See `LockstepDevices.warm_moves`."""
-        self._announce("warm_moves", shapes)
-        self.devices.warm_moves(shapes)
+        with self._order("warm_moves", shapes):
+            self.devices.warm_moves(shapes)
 
     def prefill(self, key: Key, hosts: Sequence[Any]) -> None:
         words = np.stack([pack_words(arguments) for arguments in hosts])
-        self._announce("run", key, words)
-        self.devices.run(key, words)
+        with self._order("run", key, words):
+            self.devices.run(key, words)
+            self.devices.block()
 
     def decode(self, key: DecodeKey, hosts: Sequence[Any]) -> list[Decoded]:
         words = np.stack([pack_words(arguments) for arguments in hosts])
-        self._announce("run", key, words)
-        drawn = np.asarray(self.devices.run(key, words))
+        with self._order("run", key, words):
+            drawn = np.asarray(self.devices.run(key, words))
         template = Decoded.blank(key, self.devices.spec.max_iterations)
         return [unpack_words(of_host, template) for of_host in drawn]
 
@@ -236,8 +240,6 @@ class LockstepEngine(Engine):
                 self._prefill_packed(together, adapter)
             for prompts in itertools.zip_longest(*long):
                 self._prefill_chunks(prompts, adapter)
-        if isinstance(self._lanes, Lockstep):
-            self._lanes.devices.block()
         self._stats.num_prompt_tokens += sum(len(prompt.tokens) for prompt in plan.prompts)
         self._stats.prefill_seconds += time.perf_counter() - start
 
@@ -273,7 +275,9 @@ class LockstepEngine(Engine):
         rows = self._rows(hosts)
         truncates = any(sampling.truncates(sample.request.params) for sample in running)
         key = DecodeKey(self._shape, self._num_stops, self._table_width, truncates)
-        count = np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32)
+        # A call of one iteration compares each host's own rows with it, and ends anyway.
+        return_at = plan.return_at if self.settings.max_iterations > 1 else 0
+        count = np.asarray(plan.num_iterations, np.int32), np.asarray(return_at, np.int32)
         start = time.perf_counter()
         drawn = self._lanes.decode(key, [(of_host, *count) for of_host in rows])
         self._stats.decode_seconds += time.perf_counter() - start

@@ -92,7 +92,7 @@ class ProgramSpec:
     """What all programs of an engine have in common.
 
     `axis`: the mesh axis over which hosts decode in lockstep, each its share of the rows; then all hosts' rows decide
-    when decoding stops. With one iteration a call there is nothing to decide.
+    when decoding stops. With one iteration a call there is nothing to decide: each host looks at its own.
     """
 
     model: ModelSpec

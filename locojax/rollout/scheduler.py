@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from locojax.errors import CapacityError
 from locojax.rollout.pages import KvMemory, PromptBlock
@@ -48,6 +48,7 @@ class Schedule:
     shrink: bool  # fewer rows would do, and nobody waits for the ones given up
 
 
+@runtime_checkable
 class Queue(Protocol):
     """What an engine asks of its scheduler, or of several that it takes for one."""
 
