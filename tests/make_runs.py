@@ -13,8 +13,6 @@ from locojax import settings
 from locojax.config import Config
 from locojax.hosts.phases import StepAccount
 
-GROUP_SIZE = 2
-
 
 def write_run(
     folder: pathlib.Path,
@@ -24,6 +22,7 @@ def write_run(
     output_tokens: Sequence[Sequence[int]] | None = None,
     changes: dict[str, Any] | None = None,
     num_hosts: int = 1,
+    group_size: int = 2,
 ) -> pathlib.Path:
     """Writes a run of len(seconds) steps that goes through `batches` as often as it takes.
 
@@ -37,20 +36,20 @@ def write_run(
     (folder / "config.toml").write_text(settings.to_toml(settings.replace(Config(), changes or {})))
     lines = []
     for step, wall in enumerate(seconds):
-        account = StepAccount(step, {"decode": wall / 2, "evaluate": 0.5}, wall + 0.5)
-        lines.append(step_metrics(step, account=account).to_json())
         prompts = batches[step % len(batches)]
-        lengths = output_tokens[step] if output_tokens else [10] * len(prompts) * GROUP_SIZE
+        lengths = output_tokens[step] if output_tokens else [10] * len(prompts) * group_size
+        account = StepAccount(step, {"decode": wall / 2, "evaluate": 0.5}, wall + 0.5)
+        lines.append(step_metrics(step, account=account, num_completions=len(lengths)).to_json())
         rows = [
             {
                 "prompt_id": prompt,
-                "position": index // GROUP_SIZE,
-                "sample": index % GROUP_SIZE,
-                "num_prompt_tokens": 5 + index // GROUP_SIZE,
+                "position": index // group_size,
+                "sample": index % group_size,
+                "num_prompt_tokens": 5 + index // group_size,
                 "num_tokens": lengths[index],
                 "stop_reason": "length" if lengths[index] >= 20 else "stop",
             }
-            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(GROUP_SIZE))
+            for index, prompt in enumerate(prompt for prompt in prompts for _ in range(group_size))
         ]
         for host in range(num_hosts):
             name = f"step_{step:05d}.jsonl" if host == 0 else f"step_{step:05d}.host{host}.jsonl"

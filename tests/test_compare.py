@@ -129,7 +129,12 @@ def test_fewer_completions_are_refused(tmp_path):
     a, b = (write_run(tmp_path / name, [*COLD, 1.0, 2.0]) for name in "ab")
     path = b / "samples" / "step_00002.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    assert "Got: step 2: 4 and 3 completions (A" in fails([a], [b])
+    assert fails([a], [b]) == (
+        f"The run {b} has not all samples of step 2. Got: 3 completions. Expected: 4, as its metrics say. Copy the "
+        "samples of its other hosts beside those of the first."
+    )
+    larger = write_run(tmp_path / "c", [*COLD, 1.0, 2.0], group_size=3)
+    assert "Got: step 2: 4 and 6 completions (A" in fails([a], [larger])
 
 
 def test_what_is_not_a_whole_run_is_refused(tmp_path):

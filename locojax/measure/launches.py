@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from locojax.errors import ComparisonError
-from locojax.hosts.phases import Phase, StepAccount
+from locojax.hosts.metrics import StepMetrics
+from locojax.hosts.phases import Phase
 from locojax.hosts.runlog import read_metrics
 
 METRICS = "metrics.jsonl"
@@ -94,11 +95,19 @@ def read_launch(folder: pathlib.Path) -> Launch:
         settings = _flat(tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise ComparisonError(f"The run {folder} has no readable config.toml: {error}") from error
-    return Launch(folder, settings, tuple(_step_work(folder, one.account) for one in metrics))
+    return Launch(folder, settings, tuple(_step_work(folder, one) for one in metrics))
 
 
-def _step_work(folder: pathlib.Path, account: StepAccount) -> StepWork:
+def _step_work(folder: pathlib.Path, metrics: StepMetrics) -> StepWork:
+    account = metrics.account
     rows = _sample_rows(folder, account.step)
+    if len(rows) != metrics.num_completions:
+        raise ComparisonError(
+            f"The run {folder} has not all samples of step {account.step}",
+            got=f"{len(rows)} completions",
+            expected=f"{metrics.num_completions}, as its metrics say",
+            remedy="Copy the samples of its other hosts beside those of the first",
+        )
     first_of = {row["prompt_id"]: row for row in reversed(rows)}  # the first row of each prompt stays
     prompts = sorted(first_of.values(), key=lambda row: row["position"])
     return StepWork(
