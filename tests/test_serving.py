@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import threading
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from serving_client import KEY, FrontEnd, create, data, fb, optim, sample, sampler
 from tiny import CONFIG, tiny_tokenizer, write_tiny_model
 
@@ -273,6 +275,39 @@ def test_tokens_are_streamed(client):
         assert tuple(token for news in mine for token in news.tokens) == completion.tokens
         assert [news.finished for news in mine] == [False] * (len(mine) - 1) + [True]
     client.do(CloseSampler("s"))
+
+
+def num_compilations(client):
+    """As of a status that was made from now on."""
+    client.news.clear()
+    while sum(isinstance(news, EngineStatus) for news in client.news) < 2:
+        client._receive()
+    return client.news[-1].totals["compilations"]
+
+
+@pytest.fixture
+def no_persistent_cache():
+    """Programs that an earlier run of the tests compiled don't count as compilations."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
+
+
+def test_the_trainers_programs_are_counted_when_they_are_compiled(client, no_persistent_cache):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, 9)
+    wide = rng.integers(0, 256, (9, 3))  # three targets a position: a program that nothing else here needs
+    datum = Datum(tokens, {"target_tokens": wide, "weights": np.ones((9, 3), np.float32)})
+    operation = ForwardBackward("A", (datum,), "cross_entropy")
+    client.do(create("A"), fb("A"))
+    before = num_compilations(client)
+    client.do(operation)
+    after = num_compilations(client)
+    client.do(operation, operation, fb("A"))
+    assert before > 0 and after > before and num_compilations(client) == after
 
 
 def test_status_tells_of_the_work(client):

@@ -229,7 +229,7 @@ def test_status_adds_up():
     assert status.totals["trained_tokens"] == 7 and status.totals["optimizer_steps"] == 1
     assert status.totals["operations"] == 4 and status.totals["failures"] == 1
     assert status.gauges["num_models"] == 1 and status.gauges["num_queued_operations"] == 0
-    assert status.queues == {}
+    assert status.queues == {} and status.totals["compilations"] == 3
 
 
 def test_the_clock_adds_up_and_nests():

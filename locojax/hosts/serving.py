@@ -78,11 +78,13 @@ def run_engine(settings: ServeSettings, address: str, authkey: bytes) -> None:
             link.tell(Progress(doing, clock.elapsed))
 
         progress("starting jax")
-        from locojax.hosts.serving_start import start  # imports jax
+        from locojax.hosts.serving_compilations import CompilationCounter  # these import jax
+        from locojax.hosts.serving_start import start
 
-        loop = start(settings, link, clock, progress)
-        log.info("ready after %.1f s", clock.elapsed)
-        loop.run()
+        with CompilationCounter() as counter:
+            loop = start(settings, link, clock, counter, progress)
+            log.info("ready after %.1f s", clock.elapsed)
+            loop.run()
     finally:
         link.close()
         for number, handler in before.items():

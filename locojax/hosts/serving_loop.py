@@ -68,6 +68,7 @@ class Loop:
 
     Args:
       info: what is served; its open models and samplers are kept up to date and published.
+      num_compilations: how many programs this process has compiled.
       sampling_share, status_seconds: see `ServeSettings`.
     """
 
@@ -80,12 +81,13 @@ class Loop:
         clock: PhaseClock,
         info: EngineInfo,
         *,
+        num_compilations: Callable[[], int],
         sampling_share: float = 0.5,
         status_seconds: float = 1.0,
     ):
         self._link, self._trainer, self._samplers, self._operations = link, trainer, samplers, operations
         self._clock, self._info = clock, info
-        self._status_seconds = status_seconds
+        self._num_compilations, self._status_seconds = num_compilations, status_seconds
         self._share = Share(sampling_share)
         self._lanes = Lanes()
         self._numbers = itertools.count()
@@ -412,6 +414,7 @@ class Loop:
                 self._totals,
                 num_held=len(self._held),
                 num_disk_jobs=len(self._disk),
+                num_compilations=self._num_compilations(),
                 num_unacknowledged=self._link.num_unacknowledged,
             )  # fmt: skip
         )

@@ -14,6 +14,7 @@ from locojax.hosts import tenant_checkpoints
 from locojax.hosts.protocol import EngineInfo
 from locojax.hosts.samplers import Samplers
 from locojax.hosts.serving_clock import PhaseClock
+from locojax.hosts.serving_compilations import CompilationCounter
 from locojax.hosts.serving_link import Link
 from locojax.hosts.serving_loop import Loop
 from locojax.hosts.serving_operations import Operations
@@ -38,10 +39,17 @@ SHORT_ROW = 4
 """Data that fit into this part of a row are computed in rows of that length, twice as many at a time."""
 
 
-def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Callable[[str], None]) -> Loop:
+def start(
+    settings: ServeSettings,
+    link: Link,
+    clock: PhaseClock,
+    counter: CompilationCounter,
+    progress: Callable[[str], None],
+) -> Loop:
     """A loop that is ready to run.
 
     Args:
+      counter: what it has counted is told with the status.
       progress: told what is being done now.
 
     Raises:
@@ -87,6 +95,7 @@ def start(settings: ServeSettings, link: Link, clock: PhaseClock, progress: Call
         info,
         sampling_share=settings.sampling_share,
         status_seconds=settings.status_seconds,
+        num_compilations=lambda: counter.num_compilations,
     )
 
 

@@ -29,6 +29,7 @@ def engine_status(
     *,
     num_held: int,
     num_disk_jobs: int,
+    num_compilations: int,
     num_unacknowledged: int,
 ) -> EngineStatus:
     """The present figures.
@@ -36,6 +37,7 @@ def engine_status(
     Args:
       num_held: samples that wait for their sampler to be opened.
       num_disk_jobs: checkpoints that are being written or read.
+      num_compilations: programs that this process has compiled, those of its start included.
       num_unacknowledged: answers that no front end has stored yet.
     """
     stats, waiting = samplers.stats, samplers.num_waiting
@@ -52,7 +54,7 @@ def engine_status(
         "sampled_tokens": stats.num_tokens,
         "prompt_tokens": stats.num_prompt_tokens,
         "prefix_hits": stats.num_prefix_hits,
-        "compilations": stats.num_compilations,
+        "compilations": num_compilations,
         **dataclasses.asdict(totals),
     }
     return EngineStatus(gauges, running, clock.seconds(), lanes.lengths())
