@@ -30,12 +30,12 @@ def table(comparison: Comparison) -> Group:
     shown = Table(title_justify="left", header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
     shown.add_column("")
     for side in (a, b):
-        shown.add_column(f"{side.name}: {_launches(side)}", justify="right", overflow="fold")
-    shown.add_column(f"A's speed-up, {100 * LEVEL:.0f} % interval", justify="right")
+        shown.add_column(side.name, justify="right")
+    shown.add_column(f"A's speed-up, {100 * LEVEL:.0f} %", justify="right")
     times = {side.name: times_of(side) for side in (a, b)}
     for row, key, interval in (
         ("seconds a step", "seconds_per_step", comparison.speedup.per_step),
-        ("milliseconds an output token", "milliseconds_per_token", comparison.speedup.per_token),
+        ("ms an output token", "milliseconds_per_token", comparison.speedup.per_token),
     ):
         shown.add_row(row, _figure(times["A"][key]), _figure(times["B"][key]), _interval(interval))
     work_a, work_b = a.work(), b.work()
@@ -47,7 +47,8 @@ def table(comparison: Comparison) -> Group:
         shown.add_row("launches vary by", *(f"{100 * spread(side):.1f} %" for side in (a, b)), "")
     text, style = _VERDICTS[comparison.verdict]
     verdict = Text(text.format(margin=comparison.margin), style=style)
-    parts: list[RenderableType] = [shown, verdict, Text(_basis(comparison), style="dim")]
+    names = [Text(f"{side.name}: {_launches(side)}") for side in (a, b)]
+    parts: list[RenderableType] = [*names, shown, verdict, Text(_basis(comparison), style="dim")]
     if comparison.differences:
         pairs = [f"{key} = {left} | {right}" for key, (left, right) in comparison.differences.items()]
         parts.append(Text("settings of A | B that differ: " + "; ".join(pairs), style="dim"))
@@ -155,9 +156,9 @@ def _draw_speedups(axes: Any, comparison: Comparison) -> None:
 
 
 def _launches(side: Side) -> str:
-    """Example: "3 launches, co-1 ..." or, of one, its folder's name."""
-    first = side.launches[0].folder.resolve().name
-    return first if len(side.launches) == 1 else f"{len(side.launches)} launches, {first} ..."
+    """Their folders' names, the first three at most. Example: "co-1, co-2, co-3 and 2 more"."""
+    names = [launch.folder.resolve().name for launch in side.launches]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _interval(interval: Interval) -> str:
