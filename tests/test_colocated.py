@@ -141,10 +141,10 @@ def test_ctrl_c_saves_what_a_resume_continues(config, monkeypatch):
     made = config()
     train = colocated.Loop._train
 
-    def interrupted(self, step_index, lesson):
+    def interrupted(self, step_index, *rest):
         if step_index == 2:
             raise KeyboardInterrupt
-        return train(self, step_index, lesson)
+        return train(self, step_index, *rest)
 
     monkeypatch.setattr(colocated.Loop, "_train", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -52,12 +52,13 @@ class Checkpoints:
     Args:
       folder: where they are kept; made if absent.
       config: resolved; its `run.keep_last` and `run.keep_best` say what is kept.
+      alone: this process of several keeps them, and gives and takes numpy; the others take no part.
 
     Raises:
       CheckpointError: the folder can't be used, or a save or a restore fails.
     """
 
-    def __init__(self, folder: pathlib.Path, config: Config):
+    def __init__(self, folder: pathlib.Path, config: Config, *, alone: bool = False):
         self.folder = folder
         self._config = config
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells its every move
@@ -72,10 +73,16 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            create=True,
+            create=not alone,  # orbax makes no folder for some processes of several
             enable_async_checkpointing=True,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=0, active_processes={0}, barrier_sync_key_prefix="locojax"
+            )
+            if alone
+            else ocp.options.MultiprocessingOptions(),
         )
         with _reporting(folder, "opened"):
+            folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
     def latest(self) -> int | None:

@@ -34,6 +34,11 @@ class Collector:
             gc.unfreeze()
             self._frozen = False
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether garbage is collected by `collect` only; also when nothing was asked for."""
+        return self._frozen or not self._active
+
     def freeze(self) -> None:
         """What exists now is kept for good."""
         if self._active:

@@ -4,76 +4,129 @@
     admit      requests                   prompts in order      prefill and decode, the engine's own phases
     decode     completions as they end    nothing               grading, beside it in other processes
     reward     graded groups              the last grade        advantages
-    train      new weights                the last group        publish
-    publish    the engine's weights       the update            the next step
+    agree      what all hosts have        every host's report   training                             meeting 1
+    train      new weights                the last group        publish                              meeting 2
+    publish    the engine's weights       the update            the next step                        meeting 3
+
+Each host does this for its own share of the prompts; up to the first meeting it asks no other host for anything. With
+one host the meetings are of one. Evaluations and checkpoints, which are not part of a step, meet in their own time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 
+import numpy as np
 from rich.console import Console
 
-from locojax.config import Config, run_folder
-from locojax.errors import DataError
+from locojax import settings
+from locojax.config import Config
+from locojax.errors import ConfigError, DataError
 from locojax.hosts import learning
 from locojax.hosts.alarms import alarms
-from locojax.hosts.checkpoint import Checkpoints, Position
-from locojax.hosts.generation import Generation
+from locojax.hosts.checkpoint import Position
+from locojax.hosts.collector import Collector
+from locojax.hosts.generation import Generated, Generation
+from locojax.hosts.group import AgreedStop, Announcing, Group
+from locojax.hosts.hostlog import HostLog
 from locojax.hosts.interrupt import Interrupts
+from locojax.hosts.meeting import Agreed, Moments, Report, meet
 from locojax.hosts.metrics import RunResult
-from locojax.hosts.mismatch import check_first_step
 from locojax.hosts.phases import StepTimer
 from locojax.hosts.progress import Progress
 from locojax.hosts.runlog import RunLog
 from locojax.hosts.setup import Prepared, describe, prepare
-from locojax.hosts.worker import HostWorker
+from locojax.hosts.shared_checkpoints import CHECKPOINTS, SharedCheckpoints
+from locojax.hosts.sharing import shares
+from locojax.hosts.single_controller import Lockstepping, SingleGeneration
+from locojax.hosts.updates import Updates, plan_updates, train
+from locojax.hosts.worker import HostWorker, local_engine
 from locojax.rl.batches import BatchOrder
 from locojax.rl.grading import Grader
-from locojax.types import OptimStepResult
+from locojax.types import Prompt
 
-__all__ = ["describe", "run"]
+__all__ = ["CHECKPOINTS", "describe", "run"]
 
-CHECKPOINTS = "checkpoints"
+_MAY_DIFFER = ("run.dir", "run.cache_dir")
+"""Settings that may be a host's own."""
 
 
-def run(config: Config, *, resume: bool, timer: StepTimer) -> RunResult:
+def run(config: Config, *, resume: bool, timer: StepTimer, group: Group | None = None) -> RunResult:
     """Runs `config.run.num_steps` steps, or those left of them, and returns how it ended.
+
+    With several hosts every host calls it; they find each other by `config.hosts` and the environment.
+
+    Args:
+      group: the hosts, if they have been found already.
 
     Raises:
       LocoError: of the category at fault, with the run folder and the last checkpoint intact.
-      KeyboardInterrupt: Ctrl-C or SIGTERM; a checkpoint of the last whole step was written.
+      KeyboardInterrupt: Ctrl-C or SIGTERM, on any host; a checkpoint of the last whole step was written.
     """
     start = time.perf_counter()
-    with Progress(Console(), config.run.num_steps) as progress:
-        prepared = prepare(config, progress.begin)
-        config = prepared.config
-        for prompt in prepared.dropped[:1]:
-            progress.note(f"dropped {len(prepared.dropped)} prompts that are too long, {prompt.prompt_id} first")
-        with _checkpoints(config) as checkpoints, Interrupts(progress.note) as interrupts:
-            position = checkpoints.position() if resume else Position(0, None, None)
-            with RunLog(config, resume_at=position.next_step if resume else None) as log, _grader(prepared) as grader:
-                progress.begin("load", "weights into trainer and sampler")
-                worker = HostWorker(prepared.model, config, timer.phase)
-                if resume:
-                    worker.trainer.restore(checkpoints.restore(worker.trainer.state()))
-                    progress.note(f"resumed after {position.next_step} of {config.run.num_steps} steps")
-                loop = Loop(prepared, worker, grader, log, progress, checkpoints, timer, interrupts, position)
-                loop.run()
-    end = loop.position
-    seconds = time.perf_counter() - start
-    return RunResult(end.next_step, end.held_out_first, end.held_out, seconds, str(log.folder))
+    with Group.start(config.hosts) if group is None else group as hosts:
+        with Progress(Console(quiet=not hosts.is_first), config.run.num_steps) as progress:
+            end, folder = _run(config, resume, Announcing(timer, hosts), hosts, progress)
+    return RunResult(end.next_step, end.held_out_first, end.held_out, time.perf_counter() - start, folder)
 
 
-@contextlib.contextmanager
-def _checkpoints(config: Config) -> Iterator[Checkpoints]:
-    checkpoints = Checkpoints(run_folder(config) / CHECKPOINTS, config)
-    try:
-        yield checkpoints
-    finally:
-        checkpoints.close()
+def _run(config: Config, resume: bool, timer: StepTimer, group: Group, progress: Progress) -> tuple[Position, str]:
+    prepared = prepare(config, progress.begin)
+    config = prepared.config
+    check_same_settings(config, group)
+    for prompt in prepared.dropped[:1]:
+        progress.note(f"dropped {len(prepared.dropped)} prompts that are too long, {prompt.prompt_id} first")
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(SharedCheckpoints(config, group))
+        interrupts = stack.enter_context(Interrupts(progress.note))
+        position = checkpoints.position() if resume else Position(0, None, None)
+        first = position.next_step if resume else None
+        log: RunLog | HostLog
+        if group.is_first:
+            log = stack.enter_context(RunLog(config, resume_at=first))
+        else:
+            log = stack.enter_context(HostLog(config, group.rank, resume_at=first))
+        grader = stack.enter_context(_grader(prepared))
+        progress.begin("load", "weights into trainer and sampler")
+        agree = group.agree if group.size > 1 else None
+        lockstep = Lockstepping(group, config.hosts.deadline_seconds) if config.hosts.controller == "single" else None
+        make_engine = local_engine if lockstep is None else lockstep.make_engine
+        worker = HostWorker(prepared.model, config, timer.phase, agree, make_engine)
+        if resume:
+            worker.trainer.restore(checkpoints.restore(worker.trainer.state()))
+            progress.note(f"resumed after {position.next_step} of {config.run.num_steps} steps")
+        order = BatchOrder(len(prepared.train), config.run.prompts_per_step, config.run.seed)
+        check = interrupts.check
+        if lockstep is None:
+            generation = Generation(worker, grader, config, timer, check)
+        else:
+            generation = SingleGeneration(worker, grader, config, timer, check, lockstep=lockstep, train=prepared.train,
+                                          held_out=prepared.held_out, order=order)  # fmt: skip
+        loop = Loop(prepared, group, worker, generation, order, log, progress, checkpoints, timer, interrupts, position)
+        with Collector(config.hosts.freeze_gc) as collector:
+            loop.run(collector)
+        return loop.position, str(log.folder)
+
+
+def check_same_settings(config: Config, group: Group) -> None:
+    """Raises ConfigError, on every host, unless all were started with the same settings."""
+    if group.size == 1:
+        return
+    lines = [f"{leaf.key}={settings.get(config, leaf.key)}" for leaf in settings.leaves(Config)]
+    mine = [line for line in lines if not line.startswith(_MAY_DIFFER)]
+    digests = [hashlib.blake2b(line.encode(), digest_size=6).hexdigest() for line in mine]
+    said = [text.split() for text in group.exchange("start", " ".join(digests))]
+    for other, theirs in enumerate(said):
+        differ = [line.partition("=")[0] for line, *pair in zip(mine, digests, theirs, strict=True) if len({*pair}) > 1]
+        if differ:
+            raise ConfigError(
+                f"Hosts {group.rank} and {other} were started with different settings: {', '.join(differ)}",
+                remedy="Start every host with the same configuration",
+            )
 
 
 def _grader(prepared: Prepared) -> Grader:
@@ -92,68 +145,90 @@ class Loop:
     def __init__(
         self,
         prepared: Prepared,
+        group: Group,
         worker: HostWorker,
-        grader: Grader,
-        log: RunLog,
+        generation: Generation,
+        order: BatchOrder,
+        log: RunLog | HostLog,
         progress: Progress,
-        checkpoints: Checkpoints,
+        checkpoints: SharedCheckpoints,
         timer: StepTimer,
         interrupts: Interrupts,
         position: Position,
     ):
         self.config, self.position = prepared.config, position
-        self._prepared, self._worker, self._log, self._progress = prepared, worker, log, progress
-        self._checkpoints, self._timer, self._interrupts = checkpoints, timer, interrupts
-        self._generation = Generation(worker, grader, prepared.config, timer, interrupts.check)
-        run_config = prepared.config.run
-        self._order = BatchOrder(len(prepared.train), run_config.prompts_per_step, run_config.seed)
+        self._prepared, self._group, self._worker, self._log = prepared, group, worker, log
+        self._progress, self._checkpoints, self._timer, self._interrupts = progress, checkpoints, timer, interrupts
+        self._generation, self._order = generation, order
+        self._held_out = [prepared.held_out[index] for index in self._share(prepared.held_out)]
         self._num_idle_steps = 0
 
-    def run(self) -> None:
+    def run(self, collector: Collector) -> None:
         """The steps that are left. A checkpoint is written at the end, and when the run is interrupted."""
         run_config = self.config.run
-        self._worker.publish()
-        self._progress.begin("compile", "prefill and decode")
-        start = time.perf_counter()
-        held_out = self._prepared.held_out if self._evaluates else ()
-        num_programs = self._generation.warm_up(self._prepared.train, held_out)
-        self._progress.note(f"{num_programs} sampling programs ready in {time.perf_counter() - start:.0f} s")
+        self._publish()
+        self._warm_up()
         try:
             if self.position.next_step == 0 and self._evaluates:
                 accuracy = self._evaluate(0)
                 self.position = Position(0, accuracy, accuracy)
                 self._progress.note(f"held-out accuracy {accuracy:.2f} before training")
             for step_index in range(self.position.next_step, run_config.num_steps):
-                self._step(step_index)
-        except KeyboardInterrupt:
-            self._progress.note(f"saving a checkpoint, after {self.position.next_step} steps")
-            self._save()
+                self._step(step_index, collector)
+        except KeyboardInterrupt as stop:
+            # Without the other hosts' consent they are elsewhere, and a checkpoint needs all.
+            if self._group.size == 1 or isinstance(stop, AgreedStop):
+                self._progress.note(f"saving a checkpoint, after {self.position.next_step} steps")
+                self._save()
             raise
-        if run_config.checkpoint_at_end and self._checkpoints.latest() != self.position.next_step:
+        if run_config.checkpoint_at_end and self._checkpoints.newest != self.position.next_step:
             self._save()
 
     @property
     def _evaluates(self) -> bool:
         return self.config.run.eval_every > 0 and bool(self._prepared.held_out)
 
+    def _share(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Which of these prompts are this host's."""
+        lengths = [len(prompt.tokens) for prompt in prompts]
+        return shares(lengths, self._group.size, balance=self.config.hosts.balance)[self._group.rank]
+
+    def _warm_up(self) -> None:
+        self._progress.begin("compile", "prefill and decode")
+        start, held_out = time.perf_counter(), self._held_out if self._evaluates else ()
+        with self._group.doing("compile"):
+            least, rest = divmod(self.config.run.prompts_per_step, self._group.size)
+            num_programs = self._generation.warm_up(self._prepared.train, held_out, least + bool(rest))
+            if rest and least:  # in some steps this host has a prompt less than in others
+                num_programs += self._generation.warm_up(self._prepared.train, (), least)
+        self._progress.note(f"{num_programs} sampling programs ready in {time.perf_counter() - start:.0f} s")
+
     def _save(self) -> None:
         self._checkpoints.save(self._worker.trainer.state(), self.position)
         self._checkpoints.wait()
 
-    def _step(self, step_index: int) -> None:
-        run_config, number = self.config.run, step_index + 1
+    def _publish(self) -> None:
+        with self._group.waiting("publish"):
+            self._worker.publish()
+
+    def _step(self, step_index: int, collector: Collector) -> None:
+        run_config, number, meetings = self.config.run, step_index + 1, self._group.num_meetings
         with self._timer.step(step_index):
-            prompts = [self._prepared.train[index] for index in self._order.at(step_index)]
-
-            def show(done: int, total: int, tokens_per_second: float) -> None:
-                self._progress.generate(step_index, done, total, tokens_per_second)
-
-            generated = self._generation.rollouts(prompts, step_index, show)
+            batch = [self._prepared.train[index] for index in self._order.at(step_index)]
+            places = self._share(batch)
+            generated = self._generate([batch[place] for place in places], step_index)
             with self._timer.phase("reward"):
                 lesson = learning.lesson(generated.groups, self.config)
-            self._interrupts.check()  # from here to the position the step is finished, come what may
-            trained = self._train(step_index, lesson)
-            self._worker.publish()
+            with self._timer.phase("pack"):
+                updates = plan_updates(self._worker, lesson, self.config, places, num_hosts=self._group.size)
+            report = self._report(generated, lesson, updates)
+            with self._timer.phase("wait"):
+                agreed = meet(self._group, report)
+            if agreed.stop:
+                raise AgreedStop  # from here to the position the step is finished, come what may
+            trained = self._train(step_index, lesson, updates, agreed)
+            self._publish()
+            meetings = self._group.num_meetings - meetings
             due = number % max(run_config.eval_every, 1) == 0 or number == run_config.num_steps
             accuracy = self._evaluate(step_index) if self._evaluates and due else None
             self.position = self.position.after(step_index, accuracy)
@@ -161,60 +236,96 @@ class Loop:
                 with self._timer.phase("checkpoint"):
                     self._checkpoints.save(self._worker.trainer.state(), self.position)
             self._log.samples(step_index, generated.groups, [result.values.tolist() for result in lesson.advantages])
-        before = self.position.held_out_first if step_index == 0 else None
-        metrics = learning.step_metrics(
-            self._timer.last(),
-            generated.groups,
-            lesson,
-            trained,
-            tokens_per_second=generated.tokens_per_second,
-            held_out_before=before,
-            held_out=accuracy,
+            with self._timer.phase("collect"):
+                collector.collect()
+        self._record(agreed, report, trained, accuracy, meetings)
+        if self.position.next_step == 1 or not collector.is_frozen:  # after the training programs' first use
+            collector.freeze()
+
+    def _generate(self, prompts: Sequence[Prompt], step_index: int) -> Generated:
+        """This host's groups. Stopped by a signal, it has none, and says so in the meeting: no host leaves alone."""
+
+        def show(done: int, total: int, tokens_per_second: float) -> None:
+            self._progress.generate(step_index, done, total, tokens_per_second)
+
+        try:
+            return self._generation.rollouts(prompts, step_index, show)
+        except KeyboardInterrupt:
+            if not self._interrupts.came:
+                raise
+            return Generated((), 0.0)
+
+    def _report(self, generated: Generated, lesson: learning.Lesson, updates: Updates) -> Report:
+        rewards = [r.reward.value for group in generated.groups for r in group.rollouts if r.reward.value is not None]
+        return Report(
+            stop=self._interrupts.came,
+            stats=lesson.stats,
+            rewards=Moments.of(rewards),
+            generate_seconds=generated.seconds,
+            counts=updates.counts,
         )
-        self._log.step(metrics)
-        self._progress.step(metrics, alarms(self._log.history))
 
-    def _train(self, step_index: int, lesson: learning.Lesson) -> learning.Trained:
-        """The batch's optimizer steps. The gap is the first one's, whose weights are those that sampled."""
-        config, version = self.config, self._worker.policy_version
-        if not lesson.data:
-            self._count_idle_step()
-            reason = "no group's rewards differ, so there was nothing to learn from"
-            return learning.Trained(OptimStepResult(False, version, {}, reason), (), learning.gap((), ()))
-        self._num_idle_steps = 0
-        if config.loss.kl_coefficient > 0:
-            lesson = learning.with_reference(lesson, self._worker.reference_logprobs(lesson.data), config)
-        if learning.needs_old_logprobs(config):
-            lesson = learning.with_old(lesson, self._worker.logprobs(lesson.data))
-        results, gap, update = [], learning.gap((), ()), None
-        parts = learning.substeps(learning.normalised(lesson, config), config.training.substeps)
-        for index, data in enumerate(parts):
-            self._progress.train(step_index, index, len(parts))
-            settings = learning.loss_config(config, lesson.totals)
-            results.append(self._worker.forward_backward(data, config.loss.name, settings))
-            if index == 0:
-                gap = learning.gap(data, results[0].outputs)
-                if step_index == 0:
-                    check_first_step(gap, config.run.max_gap)
-            update = self._worker.optim_step(
-                learning.adam_params(config, step_index * config.training.substeps + index)
+    def _train(self, step_index: int, lesson: learning.Lesson, updates: Updates, agreed: Agreed) -> learning.Trained:
+        with self._group.waiting("train") if agreed.stats.num_trained else contextlib.nullcontext():
+            trained = train(
+                self._worker,
+                self.config,
+                lesson,
+                updates,
+                agreed,
+                step_index=step_index,
+                show=lambda index, total: self._progress.train(step_index, index, total),
             )
-        assert update is not None, "substeps leaves no part out when there are data"
-        return learning.Trained(update, tuple(result.metrics for result in results), gap)
-
-    def _count_idle_step(self) -> None:
-        self._num_idle_steps += 1
+        self._num_idle_steps = 0 if trained.sums else self._num_idle_steps + 1
         if self._num_idle_steps >= self.config.run.max_idle_steps:
             raise DataError(
                 f"The last {self._num_idle_steps} steps taught nothing: in every group all rewards were equal",
                 remedy="Use prompts that are sometimes solved, a larger rollout.group_size, or a finer reward; "
                 "run.max_idle_steps allows more",
             )
+        return trained
+
+    def _record(
+        self, agreed: Agreed, report: Report, trained: learning.Trained, accuracy: float | None, num_meetings: int
+    ) -> None:
+        """The step's line in this host's log: host 0's is of all hosts, another's of its own part."""
+        account, several = self._timer.last(), self._group.size > 1
+        before = self.position.held_out_first if account.step == 0 else None
+        metrics = learning.step_metrics(
+            account,
+            agreed if self._group.is_first else Agreed((report,)),
+            trained,
+            held_out_before=before,
+            held_out=accuracy,
+            extra={"num_meetings": num_meetings} if several else {},
+        )
+        if several and self.config.hosts.metrics_in_barrier:
+            lines = self._group.exchange("metrics", metrics.to_json())
+            if isinstance(self._log, RunLog):
+                self._log.other_hosts(lines[1:])
+        if self._group.is_first or not self.config.hosts.metrics_in_barrier:
+            self._log.step(metrics)
+        self._progress.step(metrics, alarms(self._log.history))
 
     def _evaluate(self, step_index: int) -> float:
+        """Mean reward over all hosts' held-out prompts, NaN if none could be scored; one meeting of its own."""
+
         def show(done: int, total: int, tokens_per_second: float) -> None:
             self._progress.evaluate(step_index, done, total)
 
-        accuracy, groups = self._generation.accuracy(self._prepared.held_out, show)
-        self._log.held_out(self._worker.policy_version, groups)
-        return accuracy
+        rewards: list[float] = []
+        with self._timer.phase("evaluate"):
+            try:
+                groups = self._generation.greedy(self._held_out, show)
+                self._log.held_out(self._worker.policy_version, groups)
+                found = [group.rollouts[0].reward.value for group in groups]
+                rewards = [reward for reward in found if reward is not None]
+            except KeyboardInterrupt:
+                if not self._interrupts.came:
+                    raise
+            sums = np.array([math.fsum(rewards)], np.float64).view(np.int64)
+            told = self._group.agree("evaluate", [self._interrupts.came, len(rewards), int(sums[0])])
+        if told[:, 0].any():
+            raise AgreedStop
+        count = int(told[:, 1].sum())
+        return math.fsum(np.ascontiguousarray(told[:, 2]).view(np.float64)) / count if count else math.nan

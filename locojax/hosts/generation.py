@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -22,10 +21,10 @@ Show = Callable[[int, int, float], None]
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What was generated for a batch of prompts, in their order; `tokens_per_second` over prefill and decoding."""
+    """What was generated for a batch of prompts, in their order; `seconds` from first admission to last token."""
 
     groups: tuple[Group, ...]
-    tokens_per_second: float
+    seconds: float
 
 
 class Generation:
@@ -39,9 +38,13 @@ class Generation:
         self._worker, self._grader, self._config = worker, grader, config
         self._timer, self._check = timer, check
 
-    def warm_up(self, train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-        """Compiles what the run's batches need, seen on its longest prompts; returns the number of programs."""
-        longest = sorted(train, key=lambda prompt: -len(prompt.tokens))[: self._config.run.prompts_per_step]
+    def warm_up(self, train: Sequence[Prompt], held_out: Sequence[Prompt], batch: int) -> int:
+        """Compiles what the run's batches need, seen on its longest prompts; returns the number of programs.
+
+        Args:
+          batch: the most prompts of a step that this host samples.
+        """
+        longest = sorted(train, key=lambda prompt: -len(prompt.tokens))[:batch]
         most = max(len(prompt.tokens) for prompt in [*train, *held_out])
         count = self._worker.warm_up(self._training_requests(longest, 0), most)
         return count + (self._worker.warm_up(self._greedy_requests(held_out), most) if held_out else 0)
@@ -52,14 +55,12 @@ class Generation:
             requests = self._training_requests(prompts, step_index)
         return self._generate(requests, prompts, show)
 
-    def accuracy(self, prompts: Sequence[Prompt], show: Show) -> tuple[float, tuple[Group, ...]]:
-        """Mean reward of one greedy completion of each prompt, NaN if none could be scored; and the completions."""
+    def greedy(self, prompts: Sequence[Prompt], show: Show) -> tuple[Group, ...]:
+        """One greedy completion of each prompt, graded."""
         with self._timer.phase("evaluate"):
             groups = self._generate(self._greedy_requests(prompts), prompts, show).groups
             self._worker.forget_prompts()  # or a step that follows would need programs of another size
-        rewards = [group.rollouts[0].reward.value for group in groups]
-        scored = [reward for reward in rewards if reward is not None]
-        return statistics.fmean(scored) if scored else float("nan"), groups
+        return groups
 
     def _training_requests(self, prompts: Sequence[Prompt], step_index: int) -> list[SampleRequest]:
         rollout = self._config.rollout
@@ -112,7 +113,7 @@ class Generation:
                 rewards = self._grader.collect(grades[request.request_id])
                 completions = results[request.request_id].completions
                 groups.append(Group(prompt, tuple(map(Rollout, completions, rewards))))
-        return Generated(tuple(groups), num_tokens / seconds)
+        return Generated(tuple(groups), seconds)
 
     def _submit(self, prompt: Prompt, result: SampleResult) -> list[Future[Reward]]:
         text = self._worker.completion_text

@@ -36,6 +36,11 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def came(self) -> bool:
+        """Whether a signal came."""
+        return self._came is not None
+
     def check(self) -> None:
         """Raises KeyboardInterrupt if a signal came since."""
         if self._came is not None:

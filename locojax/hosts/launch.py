@@ -89,9 +89,10 @@ def _start(command: Sequence[str], rank: int, environment: Mapping[str, str]) ->
 
 
 def _relay(stream: IO[str], rank: int, out: IO[str]) -> None:
-    for line in stream:
-        if line.strip() and not line.startswith(_NOISE):
-            print(f"[host {rank}] {line.rstrip()}", file=out, flush=True)
+    with stream:
+        for line in stream:
+            if line.strip() and not line.startswith(_NOISE):
+                print(f"[host {rank}] {line.rstrip()}", file=out, flush=True)
 
 
 def _wait(processes: Sequence[subprocess.Popen[str]], grace_seconds: float, say: Callable[[str], None]) -> int:

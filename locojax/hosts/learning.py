@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from locojax.config import Config
+from locojax.hosts.meeting import Agreed, batch_totals
 from locojax.hosts.metrics import StepMetrics
 from locojax.hosts.mismatch import Mismatch, mismatch
 from locojax.hosts.phases import StepAccount
@@ -29,12 +30,14 @@ class Lesson:
 
     Attributes:
       data: empty if no group has a signal. Sums still: see `normalised`.
-      totals: the denominators of the whole batch.
+      group_of: of each datum, its group.
+      totals: the denominators of these groups; of all hosts' once they are agreed on.
       advantages: per group, in the order of its rollouts.
       stats: counts over the groups.
     """
 
     data: tuple[Datum, ...]
+    group_of: tuple[int, ...]
     totals: Totals
     advantages: tuple[AdvantageResult, ...]
     stats: DatumStats
@@ -51,9 +54,9 @@ def lesson(groups: Sequence[Group], config: Config) -> Lesson:
             group_datums(group, result, mask_truncated=training.mask_truncated, keep_zero_variance=keeps_all)
         )
     stats = sum_stats(part.stats for part in parts)
-    totals = Totals(stats.num_trained_tokens, stats.num_samples - stats.num_unscorable, config.rollout.max_tokens)
     data = tuple(datum for part in parts for datum in part.datums)
-    return Lesson(data, totals, tuple(results), stats)
+    group_of = tuple(index for index, part in enumerate(parts) for _ in part.datums)
+    return Lesson(data, group_of, batch_totals(stats, config.rollout.max_tokens), tuple(results), stats)
 
 
 def normalised(learned: Lesson, config: Config) -> tuple[Datum, ...]:
@@ -122,10 +125,20 @@ def loss_config(config: Config, totals: Totals) -> dict[str, Any]:
     return found | {name: value for name, value in corrections.items() if value is not None}
 
 
-def substeps(data: Sequence[Datum], number: int) -> list[Sequence[Datum]]:
-    """The batch cut into `number` parts of nearly the same size, in order; parts without data are left out."""
-    bounds = [round(i * len(data) / number) for i in range(number + 1)]
-    return [data[low:high] for low, high in zip(bounds, bounds[1:], strict=False) if high > low]
+def with_placeholders(learned: Lesson, config: Config) -> tuple[Datum, ...]:
+    """The lesson's data as the loss will see them, numbers aside: every input it will have, and every token on which
+    it may come to depend. What is packed with them fits them when the numbers are known."""
+    data = []
+    for datum in learned.data:
+        inputs, zeros = dict(datum.inputs), np.zeros(len(datum.tokens), np.float32)
+        if config.loss.kl_coefficient > 0 and config.loss.kl_in == "loss":
+            inputs["ref_logprobs"] = zeros
+        elif config.loss.kl_coefficient > 0:
+            inputs["advantages"] = inputs["weights"]
+        if needs_old_logprobs(config):
+            inputs["old_logprobs"] = zeros
+        data.append(Datum(datum.tokens, inputs))
+    return tuple(data)
 
 
 def adam_params(config: Config, step_index: int) -> AdamParams:
@@ -155,8 +168,14 @@ def schedule(config: Config, step_index: int, total: int) -> float:
 
 
 def gap(data: Sequence[Datum], outputs: Sequence[Mapping[str, np.ndarray]]) -> Mismatch:
-    """Sampler against trainer, over the trained tokens of data that the trainer scored with the sampler's weights."""
-    masks = [datum.inputs["weights"] > 0 for datum in data]
+    """Sampler against trainer, over the trained tokens of data that the trainer scored with the sampler's weights.
+
+    A token without an advantage, whose loss has no other term, was not scored.
+    """
+    masks = [
+        (datum.inputs["weights"] > 0) & ((datum.inputs["advantages"] != 0) | ("ref_logprobs" in datum.inputs))
+        for datum in data
+    ]
     return mismatch(
         [datum.inputs["logprobs"][mask] for datum, mask in zip(data, masks, strict=True)],
         [output["logprobs"][mask] for output, mask in zip(outputs, masks, strict=True)],
@@ -177,34 +196,38 @@ class Trained:
 
 def step_metrics(
     account: StepAccount,
-    groups: Sequence[Group],
-    learned: Lesson,
+    agreed: Agreed,
     trained: Trained,
     *,
-    tokens_per_second: float,
     held_out_before: float | None,
     held_out: float | None,
+    extra: Mapping[str, float],
 ) -> StepMetrics:
-    """The step's record. Shares of nothing are 0, a mean of nothing is NaN."""
-    stats, gap, update = learned.stats, trained.gap, trained.update
-    rewards = [r.reward.value for group in groups for r in group.rollouts if r.reward.value is not None]
+    """The step's record, of the hosts whose reports `agreed` has; account and gap are of this host alone.
+
+    Args:
+      extra: figures besides those of the loss.
+
+    Shares of nothing are 0, a mean of nothing is NaN.
+    """
+    stats, rewards, gap, update = agreed.stats, agreed.rewards, trained.gap, trained.update
     samples, num_groups = max(stats.num_samples, 1), max(stats.num_groups, 1)
     num_tokens, row_tokens = trained.total("num_tokens"), trained.total("num_row_tokens")
-    extra = {name: trained.total(name) for name in EXTRA_SUMS if trained.sums and f"{name}:sum" in trained.sums[0]}
-    if num_tokens and "entropy" in extra:
-        extra["entropy"] /= num_tokens
+    sums = {name: trained.total(name) for name in EXTRA_SUMS if trained.sums and f"{name}:sum" in trained.sums[0]}
+    if num_tokens and "entropy" in sums:
+        sums["entropy"] /= num_tokens
     return StepMetrics(
         step=account.step,
         policy_version=update.policy_version,
         account=account,
-        reward_mean=float(np.mean(rewards)) if rewards else math.nan,
-        reward_std=float(np.std(rewards)) if rewards else math.nan,
+        reward_mean=rewards.mean if rewards.count else math.nan,
+        reward_std=rewards.std,
         num_completions=stats.num_samples,
         completion_tokens_mean=stats.num_completion_tokens / samples,
         truncated_share=stats.num_truncated / samples,
         zero_variance_share=stats.num_zero_variance_groups / num_groups,
         unscorable_share=stats.num_unscorable / samples,
-        generated_tokens_per_second=tokens_per_second,
+        generated_tokens_per_second=agreed.tokens_per_second,
         trained_tokens=int(num_tokens),
         padding_share=1 - trained.total("num_computed_tokens") / row_tokens if row_tokens else 0.0,
         gap_mean=gap.mean,
@@ -218,5 +241,6 @@ def step_metrics(
         held_out_before=held_out_before,
         held_out=held_out,
         update_skipped=update.skipped_because,
-        extra=extra,
+        extra={**sums, **extra},
+        generate_seconds=agreed.generate_seconds if len(agreed.reports) > 1 else (),
     )

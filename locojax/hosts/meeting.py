@@ -1,13 +1,12 @@
 """What hosts tell one another before they train: the one all-gather of integers that a step has.
 
 A `Report` is what one host's share of the step came to; `Agreed` is what follows from all of them, alike everywhere:
-denominators, numbers of micro-batches, whether to stop, and the figures of the step's record.
+denominators, what the trainer runs, whether to stop, and the figures of the step's record.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,8 +14,7 @@ import numpy as np
 from locojax.hosts.group import Group
 from locojax.rl.datums import DatumStats, sum_stats
 from locojax.training.aggregation import Totals
-
-SLOW = 1.3  # times the median: a host that is worth naming
+from locojax.training.agreement import NUM_COUNTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +58,21 @@ class Report:
       stop: a signal came: all hosts stop here.
       stats: of its groups. rewards: of its scorable completions.
       generate_seconds: from the first admission to the last completion.
-      micro_batches: how many its data need, of each call of the trainer that the step makes.
+      counts: what the trainer must know of each of its calls that the step makes: `agreement.Counts.ints`.
     """
 
     stop: bool
     stats: DatumStats
     rewards: Moments
     generate_seconds: float
-    micro_batches: tuple[int, ...]
+    counts: tuple[tuple[int, ...], ...] = ()
 
     def encode(self) -> np.ndarray:
         """i64[n]; numbers that aren't whole by their bits."""
         floats = np.array([self.rewards.mean, self.rewards.deviations, self.generate_seconds], np.float64)
         ints = [self.stop, self.rewards.count, *dataclasses.astuple(self.stats)]
-        return np.concatenate([np.array(ints, np.int64), floats.view(np.int64), np.array(self.micro_batches, np.int64)])
+        counts = [number for row in self.counts for number in row]
+        return np.concatenate([np.array(ints, np.int64), floats.view(np.int64), np.array(counts, np.int64)])
 
     @classmethod
     def decode(cls, row: np.ndarray) -> Report:
@@ -81,21 +80,23 @@ class Report:
         stop, count = row[:2].tolist()
         stats = DatumStats(*row[2 : 2 + num_stats].tolist())
         mean, deviations, seconds = np.ascontiguousarray(row[2 + num_stats : 5 + num_stats]).view(np.float64).tolist()
-        micro_batches = tuple(row[5 + num_stats :].tolist())
-        return cls(bool(stop), stats, Moments(count, mean, deviations), seconds, micro_batches)
+        counts = tuple(map(tuple, row[5 + num_stats :].reshape(-1, NUM_COUNTS).tolist()))
+        return cls(bool(stop), stats, Moments(count, mean, deviations), seconds, counts)
 
 
 @dataclasses.dataclass(frozen=True)
 class Agreed:
     """What all hosts know after the meeting. Filled by `meet`.
 
-    Attributes:
-      reports: by rank.
-      micro_batches: of each call of the trainer, the most that any host needs; 0: nobody has data for it.
+    Example: Agreed((report_of_host_0, report_of_host_1))
     """
 
-    reports: tuple[Report, ...]
-    micro_batches: tuple[int, ...]
+    reports: tuple[Report, ...]  # by rank
+
+    @property
+    def told(self) -> tuple[np.ndarray, ...]:
+        """Of each call of the trainer, what every host told: i64[hosts, NUM_COUNTS]."""
+        return tuple(np.array(rows, np.int64) for rows in zip(*(report.counts for report in self.reports), strict=True))
 
     @property
     def stop(self) -> bool:
@@ -130,16 +131,4 @@ def batch_totals(stats: DatumStats, max_tokens: int) -> Totals:
 
 def meet(group: Group, report: Report) -> Agreed:
     """Every host's report to every host."""
-    reports = tuple(Report.decode(row) for row in group.agree("agree", report.encode()))
-    counts = zip(*(report.micro_batches for report in reports), strict=True)
-    return Agreed(reports, tuple(max(each) for each in counts))
-
-
-def slow_host(generate_seconds: Sequence[float]) -> str | None:
-    """Who kept the others waiting. Example: "slowest host 1: 3.2 s, median 2.1 s"."""
-    if len(generate_seconds) < 2:
-        return None
-    slowest, median = max(generate_seconds), statistics.median(generate_seconds)
-    if slowest <= SLOW * median:
-        return None
-    return f"slowest host {list(generate_seconds).index(slowest)}: {slowest:.1f} s, median {median:.1f} s"
+    return Agreed(tuple(Report.decode(row) for row in group.agree("agree", report.encode())))

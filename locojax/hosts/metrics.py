@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locojax.hosts.phases import StepAccount
@@ -44,6 +44,7 @@ class StepMetrics:
     held_out: float | None = None  # accuracy, if this step ended with an evaluation
     update_skipped: str | None = None  # why the optimizer step was not applied
     extra: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what one loss or task adds
+    generate_seconds: Sequence[float] = ()  # of each host, by rank; with several hosts, in host 0's record
 
     def scalars(self) -> dict[str, float]:
         """Every number, flat, for metric writers. Example: {"reward_mean": 0.25, "seconds/decode": 1.0, ...}"""
@@ -57,6 +58,7 @@ class StepMetrics:
         account = {"seconds": dict(self.account.seconds), "wall": self.account.wall}
         account["unaccounted"] = self.account.unaccounted
         fields = {**vars(self), "account": account, "extra": dict(self.extra)}
+        fields["generate_seconds"] = list(self.generate_seconds)
         return json.dumps({name: None if _not_finite(value) else value for name, value in fields.items()})
 
     @classmethod

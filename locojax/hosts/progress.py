@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.text import Text
 from locojax.hosts.metrics import StepMetrics
 
 _REFRESH_SECONDS = 0.2
+SLOW = 1.3  # times the median: a host that is worth naming
 
 
 class Progress:
@@ -101,6 +103,18 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
         f"gap {metrics.gap_mean:.0e}",
         f"{account.wall:5.1f} s: " + ", ".join(f"{name} {seconds * share:.0f} %" for name, seconds in largest),
     ]
+    if slow := slow_host(metrics.generate_seconds):
+        parts.append(slow)
     if metrics.held_out is not None:
         parts.append(f"held-out {metrics.held_out:.2f}")
     return "  ".join(parts)
+
+
+def slow_host(generate_seconds: Sequence[float]) -> str | None:
+    """Who kept the others waiting. Example: "slowest host 1: 3.2 s, median 2.1 s"."""
+    if len(generate_seconds) < 2:
+        return None
+    slowest, median = max(generate_seconds), statistics.median(generate_seconds)
+    if slowest <= SLOW * median:
+        return None
+    return f"slowest host {list(generate_seconds).index(slowest)}: {slowest:.1f} s, median {median:.1f} s"

@@ -1,4 +1,5 @@
-"""The run folder: config.toml, metrics.jsonl, samples/step_00012.jsonl, report.html and report.png.
+"""The run folder: config.toml, metrics.jsonl, samples/step_00012.jsonl, report.html and report.png; see `hostlog` for
+what other hosts add to it.
 
 Everything in it can be read while the run goes on, and survives its crash: a line is whole once it is there, except
 perhaps the last one, which reading back drops.
@@ -61,10 +62,10 @@ class RunLog:
             remedy = "Continue it with --resume, choose another run.name, or remove the folder"
             raise ConfigError(f"The run folder {str(self.folder)!r} already holds a run", remedy=remedy)
         self._writers = make_writers(config, self.folder)  # before the folder is touched: it may refuse
-        with _writing(self.folder):
+        with writing(self.folder):
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
-            _replace(self.folder / "config.toml", settings.to_toml(config))
-            _replace(self._metrics_path, "".join(metrics.to_json() + "\n" for metrics in self.history))
+            replace_file(self.folder / "config.toml", settings.to_toml(config))
+            replace_file(self._metrics_path, "".join(metrics.to_json() + "\n" for metrics in self.history))
             self._file = self._metrics_path.open("a", encoding="utf-8")
         self._drawn_at, self._drawing_seconds = clock(), 0.0
 
@@ -88,14 +89,14 @@ class RunLog:
         self._write_samples(f"held_out_{policy_version:05d}.jsonl", [sample_row(group, 0, None) for group in groups])
 
     def _write_samples(self, name: str, rows: Sequence[dict[str, object]]) -> None:
-        with _writing(self.folder):
+        with writing(self.folder):
             text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            _replace(self.folder / "samples" / name, text)
+            replace_file(self.folder / "samples" / name, text)
 
     def step(self, metrics: StepMetrics) -> None:
         """Writes a step's numbers, and redraws the report if that is due."""
         self.history.append(metrics)
-        with _writing(self.folder):
+        with writing(self.folder):
             self._file.write(metrics.to_json() + "\n")
             self._file.flush()
         for writer in self._writers:
@@ -104,10 +105,16 @@ class RunLog:
         if self._clock() - self._drawn_at >= pause:
             self.draw()
 
+    def other_hosts(self, lines: Sequence[str]) -> None:
+        """Writes what the other hosts say of the step, by rank from 1: `hosts.metrics_in_barrier`."""
+        for rank, line in enumerate(lines, start=1):
+            with writing(self.folder), (self.folder / f"metrics.host{rank}.jsonl").open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+
     def draw(self) -> None:
         """Draws report.html and report.png now."""
         start = self._clock()
-        with _writing(self.folder):
+        with writing(self.folder):
             draw(self.folder, self.history, self._config)
         self._drawn_at = self._clock()
         self._drawing_seconds = self._drawn_at - start
@@ -162,7 +169,7 @@ def read_metrics(path: pathlib.Path) -> list[StepMetrics]:
     return found
 
 
-def _replace(path: pathlib.Path, text: str) -> None:
+def replace_file(path: pathlib.Path, text: str) -> None:
     """Writes a whole file, so that a reader sees the old one or the new one."""
     unfinished = path.with_name(path.name + ".tmp")
     unfinished.write_text(text, encoding="utf-8")
@@ -170,7 +177,8 @@ def _replace(path: pathlib.Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _writing(folder: pathlib.Path) -> Iterator[None]:
+def writing(folder: pathlib.Path) -> Iterator[None]:
+    """Turns a storage failure inside into a CheckpointError that names the run folder."""
     try:
         yield
     except OSError as error:

@@ -79,6 +79,8 @@ def prepare(config: Config, begin: Callable[[str, str], None]) -> Prepared:
         model_context=model.spec.max_context,
         longest_prompt=max(len(prompt.tokens) for prompt in [*train, *held_out]),
         auto_dtype=auto_dtype(),
+        num_hosts=jax.process_count(),
+        num_devices=jax.device_count(),
     )
     return Prepared(resolved, model, tuple(train), tuple(held_out), tuple(dropped), task.reward)
 

@@ -110,8 +110,8 @@ class Watch:
             # Host 0 keeps the board.
             return self._missing(0, silent, here)
         for other, heard in self._heard.items():
-            sign = self._signs.get(other)
-            done = sign is not None and sign.ended is not None
+            last = self._signs.get(other)
+            done = last is not None and last.ended is not None
             if not done and (silent := self.clock() - heard) > self._silence:
                 return self._missing(other, silent, here)
             if done and wait is not None and self.clock() - heard > self._silence:
@@ -149,8 +149,8 @@ class Watchdog:
     def __init__(self, watch: Watch, board: Board, end: Callable[[LocoError], None]):
         self._watch, self._board, self._end = watch, board, end
         self._changed = threading.Lock()
-        self._phase, self._wait, self._num_meetings, self._num_beats = "start", None, 0, 0
-        self._wait: Wait | None
+        self._phase, self._num_meetings, self._num_beats = "start", 0, 0
+        self._wait: Wait | None = None
         self._stopping = threading.Event()
         # Two, because the one that reads the board hangs in it when the host that keeps it does.
         self._threads = [

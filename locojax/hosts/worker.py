@@ -8,13 +8,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from locojax.config import Config
 from locojax.hosts.phases import Phase
 from locojax.models.hub import LoadedModel
 from locojax.models.lora import LoraSpec
+from locojax.models.sharding import MeshSpec, make_mesh
+from locojax.models.spec import ModelSpec
 from locojax.rollout.engine import Engine
+from locojax.rollout.request import TokenBytes
 from locojax.rollout.settings import EXACT_ROWS, EngineSettings
+from locojax.training.agreement import Agree
+from locojax.training.plan import Plan
 from locojax.training.publish import Publisher
 from locojax.training.trainer import Trainer, TrainerSettings
 from locojax.types import (
@@ -31,6 +37,12 @@ GIB = 2**30
 DEFAULT_KV_GIB = 4.0
 
 Timed = Callable[[Phase], AbstractContextManager[None]]
+MakeEngine = Callable[[ModelSpec, EngineSettings, TokenBytes, Timed], Engine]
+
+
+def local_engine(spec: ModelSpec, settings: EngineSettings, tokens: TokenBytes, timed: Timed) -> Engine:
+    """An engine that asks no other host."""
+    return Engine(spec, settings, tokens, phase=timed)
 
 
 def lora_spec(config: Config) -> LoraSpec | None:
@@ -48,6 +60,18 @@ def lora_spec(config: Config) -> LoraSpec | None:
     )
 
 
+def training_mesh(config: Config) -> Mesh | None:
+    """The mesh that the resolved settings ask for; None: one device.
+
+    Raises:
+      ConfigError: it doesn't fit the devices.
+    """
+    training = config.training
+    spec = MeshSpec(fsdp=int(training.mesh_fsdp), tensor=training.mesh_tensor)
+    size = spec.fsdp * spec.tensor
+    return None if size == 1 else make_mesh(spec, jax.devices()[:size])
+
+
 class HostWorker:
     """Samples from and trains one model on one host.
 
@@ -57,9 +81,18 @@ class HostWorker:
       model: the weights both sides start from.
       config: resolved.
       timed: enters a phase of the step's account.
+      agree: how several hosts tell each other integers; every host then calls each training verb, and `publish`.
+      make_engine: another engine than one that asks no other host.
     """
 
-    def __init__(self, model: LoadedModel, config: Config, timed: Timed):
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: Config,
+        timed: Timed,
+        agree: Agree | None = None,
+        make_engine: MakeEngine = local_engine,
+    ):
         self._timed = timed
         self.tokenizer = model.tokenizer
         training, rollout = config.training, config.rollout
@@ -76,22 +109,20 @@ class HostWorker:
             lora=lora_spec(config),
             seed=config.run.seed,
             phase=timed,
+            mesh=training_mesh(config),
+            agree=agree,
         )
         memory = DEFAULT_KV_GIB if rollout.kv_memory_gib == "auto" else rollout.kv_memory_gib
-        self.engine = Engine(
-            model.spec,
-            EngineSettings(
-                max_context=int(config.model.max_context),
-                max_slots=int(rollout.max_slots),
-                min_rows=EXACT_ROWS if rollout.dtype == "float32" and jax.default_backend() == "cpu" else 1,
-                dtype=rollout.dtype,
-                max_iterations=int(rollout.decode_iterations),
-                kv_bytes=int(memory * GIB),
-            ),
-            model.tokenizer,
-            phase=timed,
+        settings = EngineSettings(
+            max_context=int(config.model.max_context),
+            max_slots=int(rollout.max_slots),
+            min_rows=EXACT_ROWS if rollout.dtype == "float32" and jax.default_backend() == "cpu" else 1,
+            dtype=rollout.dtype,
+            max_iterations=int(rollout.decode_iterations),
+            kv_bytes=int(memory * GIB),
         )
-        self._publisher = Publisher(self.trainer, dtype=rollout.dtype)
+        self.engine = make_engine(model.spec, settings, model.tokenizer, timed)
+        self._publisher = Publisher(self.trainer, dtype=rollout.dtype, at_once=config.hosts.publish_at_once)
 
     @property
     def adapter(self) -> int:
@@ -122,20 +153,41 @@ class HostWorker:
         for request in requests:
             self.engine.abort(request.request_id)
 
-    def forward_backward(
-        self, data: Sequence[Datum], loss: str, loss_config: Mapping[str, Any]
-    ) -> ForwardBackwardResult:
-        """Adds the gradient of the summed loss; log-probs are returned where the loss reads them."""
-        return self.trainer.forward_backward(data, loss, loss_config, score="active")
+    def plan(self, data: Sequence[Datum], loss: str, loss_config: Mapping[str, Any]) -> Plan:
+        """This host's part of a `forward_backward`: what it must tell the other hosts first, and the layout."""
+        return self.trainer.plan(data, loss, loss_config, score="active")
 
-    def logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
+    def plan_scoring(self, data: Sequence[Datum]) -> Plan:
+        """The same for `logprobs` and `reference_logprobs`."""
+        return self.trainer.plan(data, "cross_entropy", score="active")
+
+    def forward_backward(
+        self,
+        data: Sequence[Datum],
+        loss: str,
+        loss_config: Mapping[str, Any],
+        plan: Plan | None = None,
+        told: np.ndarray | None = None,
+    ) -> ForwardBackwardResult:
+        """Adds the gradient of the summed loss; log-probs are returned where the loss reads them.
+
+        Args:
+          plan, told: with several hosts, this host's plan and what all told of theirs; see `Trainer.plan`.
+        """
+        return self.trainer.forward_backward(data, loss, loss_config, score="active", plan=plan, told=told)
+
+    def logprobs(
+        self, data: Sequence[Datum], plan: Plan | None = None, told: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         """Of each datum's trained tokens, under the trainer's weights as they are; 0 elsewhere."""
-        result = self.trainer.forward(data, "cross_entropy", score="active")
+        result = self.trainer.forward(data, "cross_entropy", score="active", plan=plan, told=told)
         return [output["logprobs"] for output in result.outputs]
 
-    def reference_logprobs(self, data: Sequence[Datum]) -> list[np.ndarray]:
+    def reference_logprobs(
+        self, data: Sequence[Datum], plan: Plan | None = None, told: np.ndarray | None = None
+    ) -> list[np.ndarray]:
         """Of each datum's sampled tokens, under the policy that training started from."""
-        return self.trainer.reference_logprobs(data)
+        return self.trainer.reference_logprobs(data, plan=plan, told=told)
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
         """Applies the accumulated gradient."""

@@ -1,0 +1,81 @@
+"""A run's checkpoints when several hosts train it: gathered from all, kept by the first, and read by it for all.
+
+Host 0's memory holds the whole state once while it is written or read; no folder need be shared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from locojax.config import Config, run_folder
+from locojax.hosts.checkpoint import Checkpoints, Position
+from locojax.hosts.group import Group
+from locojax.models.sharding import gathered
+
+CHECKPOINTS = "checkpoints"
+
+
+class SharedCheckpoints:
+    """The checkpoints of a run. With several hosts every host calls every method; each call is a meeting.
+
+    Raises:
+      CheckpointError: on host 0, which keeps them; the other hosts then end with it.
+    """
+
+    def __init__(self, config: Config, group: Group):
+        self._group = group
+        self._own: Checkpoints | None = None
+        if group.is_first:
+            self._own = Checkpoints(run_folder(config) / CHECKPOINTS, config, alone=group.size > 1)
+        self._newest: int | None = None
+
+    def __enter__(self) -> SharedCheckpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._own is not None:
+            self._own.close()
+
+    @property
+    def newest(self) -> int | None:
+        """The step of the checkpoint that was read or written last in this process."""
+        return self._newest
+
+    def save(self, state: Mapping[str, Any], position: Position) -> None:
+        """Begins to write a checkpoint of the trainer's state."""
+        if self._group.size > 1:
+            with self._group.waiting("checkpoint"):
+                state = gathered(state)
+        if self._own is not None:
+            self._own.save(state, position)
+        self._newest = position.next_step
+
+    def wait(self) -> None:
+        """Returns when what was saved is on disk; needs no other host."""
+        if self._own is not None:
+            self._own.wait()
+
+    def position(self) -> Position:
+        """The position of the newest checkpoint."""
+        text = "" if self._own is None else json.dumps(dataclasses.asdict(self._own.position()))
+        position = Position(**json.loads(self._group.exchange("resume", text)[0]))
+        self._newest = position.next_step
+        return position
+
+    def restore(self, like: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The newest checkpoint's state, for a trainer whose own is `like`; with several hosts, in numpy."""
+        if self._group.size == 1:
+            assert self._own is not None
+            return self._own.restore(like)
+        # Zeros without memory: only shapes and dtypes of `like` are of use, and its arrays are not this host's alone.
+        empty = jax.tree.map(lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), dict(like))
+        state = empty if self._own is None else self._own.restore(empty)
+        with self._group.waiting("resume"):
+            return jax.tree.map(np.asarray, multihost_utils.broadcast_one_to_all(state))
