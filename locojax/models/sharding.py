@@ -49,7 +49,7 @@ class MeshSpec:
             raise ConfigError("The mesh's fsdp axis must be at least 1, or -1 for all devices", got=self.fsdp)
 
 
-def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh [fsdp, tensor] over `devices`, in the order of hosts and, within a host, of ids.
 
     So a host's rows lie side by side. A tensor group never spans two hosts: its devices compute the same rows, which
@@ -115,7 +115,7 @@ def _divisors(number: int) -> str:
 def partition(parameter: Parameter, spec: ModelSpec, mesh: Mesh) -> PartitionSpec:
     """Where each dimension of a parameter goes; see the table. Vectors are small, and replicated.
 
-    A matrix without an embed axis (half of an adapter's) is split over fsdp along its output, where that divides.
+    A matrix without an embed axis (half of an adapter's) is split over fsdp along its longest dimension that divides.
     """
     if sum(axis != "layers" for axis in parameter.axes) < 2:
         return PartitionSpec()
@@ -125,8 +125,13 @@ def partition(parameter: Parameter, spec: ModelSpec, mesh: Mesh) -> PartitionSpe
         # A head is never cut in two: that would be a sum over devices inside every score.
         units = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}.get(axis, size)
         found.append(wanted if wanted is not None and units % mesh.shape[wanted] == 0 else None)
-    if FSDP not in found and parameter.shape[-1] % (mesh.shape[FSDP] * mesh.shape[TENSOR]) == 0:
-        found[-1] = FSDP if found[-1] is None else (FSDP, found[-1])
+    if FSDP not in found:
+        parts = [mesh.shape[FSDP] * (1 if other is None else mesh.shape[other]) for other in found]
+        sizes = enumerate(zip(parameter.axes, parameter.shape, parts, strict=True))
+        fitting = [i for i, (axis, size, number) in sizes if axis != "layers" and size % number == 0]
+        if fitting:
+            longest = max(fitting, key=lambda i: parameter.shape[i])
+            found[longest] = FSDP if found[longest] is None else (FSDP, found[longest])
     return PartitionSpec(*found)
 
 
