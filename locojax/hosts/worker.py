@@ -139,8 +139,9 @@ class HostWorker:
 
     def sample(self, requests: Sequence[SampleRequest]) -> Iterator[SampleResult]:
         """Results as they finish; between two of them the caller may do work of its own, or stop."""
-        for request in requests:
-            self.engine.add(request)
+        with self._timed("admit"):
+            for request in requests:
+                self.engine.add(request)
         while self.engine.num_unfinished:
             yield from self.engine.step()
 
