@@ -1,0 +1,253 @@
+"""Who is missing, and who says so: places, signs of life, deadlines and exchanges, with threads for hosts."""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from locojax.config import HostsConfig
+from locojax.errors import ConfigError, DeadlineError, HostError
+from locojax.hosts.group import Group
+from locojax.hosts.place import Place, find_place
+from locojax.hosts.watch import Sign, Wait, Watch
+
+ALL = {"LOCOJAX_COORDINATOR": "10.0.0.1:9000", "LOCOJAX_NUM_HOSTS": "4", "LOCOJAX_HOST_ID": "2"}
+
+
+class MemoryBoard:
+    """A board for hosts that are threads of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.changed = threading.Condition()
+
+    def put(self, key: str, value: str) -> None:
+        with self.changed:
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str, seconds: float) -> str:
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, seconds):
+                raise TimeoutError(key)
+            return self.values[key]
+
+    def read(self, folder: str) -> dict[str, str]:
+        with self.changed:
+            found = [(key, value) for key, value in self.values.items() if key.startswith(folder + "/")]
+            return {key.rpartition("/")[2]: value for key, value in found}
+
+    def forget(self, key: str) -> None:
+        with self.changed:
+            self.values.pop(key, None)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watch(size: int = 3, rank: int = 0) -> tuple[Watch, Clock]:
+    clock = Clock()
+    return Watch(rank, size, silence_seconds=30, deadline_seconds=600, clock=clock), clock
+
+
+def signs(beats: int, **others: Sign) -> dict[int, Sign]:
+    """All three hosts alive in the same meeting, but for those given as host1=, host2=."""
+    alive = {rank: Sign(beats, 5, "train") for rank in range(3)}
+    return alive | {int(name.removeprefix("host")): sign for name, sign in others.items()}
+
+
+def test_a_host_says_where_it_stands():
+    assert find_place(HostsConfig(), {}) is None
+    assert find_place(HostsConfig(), ALL) == Place("10.0.0.1:9000", 4, 2)
+    assert find_place(HostsConfig(distributed="off"), ALL) is None
+    assert find_place(HostsConfig(), {**ALL, "LOCOJAX_NUM_HOSTS": "1", "LOCOJAX_HOST_ID": "0"}) is None
+    for cluster in (
+        {"SLURM_NTASKS": "2"}, {"TPU_WORKER_HOSTNAMES": "a,b"}, {"JAX_COORDINATOR_ADDRESS": "a:1"}
+    ):  # fmt: skip
+        assert find_place(HostsConfig(), cluster) == Place()
+    assert find_place(HostsConfig(), {"SLURM_NTASKS": "1", "TPU_WORKER_HOSTNAMES": "localhost"}) is None
+    assert find_place(HostsConfig(distributed="on"), {}) == Place()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"LOCOJAX_HOST_ID": ""}, r"does not say where this host stands.*Got: LOCOJAX_COORDINATOR=10.0.0.1:9000"),
+        ({"LOCOJAX_NUM_HOSTS": "two"}, r"Got: .*LOCOJAX_NUM_HOSTS=two.*all three or none"),
+        ({"LOCOJAX_HOST_ID": "4"}, r"not one of the run's. Got: LOCOJAX_HOST_ID=4. Expected: 0 to 3"),
+    ],
+)
+def test_a_place_that_makes_no_sense(change, text):
+    with pytest.raises(ConfigError, match=text):
+        find_place(HostsConfig(), {**ALL, **change})
+
+
+def test_a_silent_host_is_named_with_the_phase_and_the_time():
+    watching, clock = watch()
+    watching.saw(signs(1))
+    clock.now += 20
+    watching.saw(signs(2, host1=Sign(1, 5, "decode")))
+    wait = Wait("train", 5, since=clock.now)
+    assert watching.verdict("train", wait) is None
+    clock.now += 25  # host 1's sign is 25 s old, and has not changed since
+    watching.saw(signs(3, host1=Sign(1, 5, "decode")))
+    assert watching.verdict("train", wait) is None
+    clock.now += 6
+    watching.saw(signs(4, host1=Sign(1, 5, "decode")))
+    verdict = watching.verdict("train", wait)
+    assert isinstance(verdict, DeadlineError)
+    assert str(verdict).startswith(
+        "Host 1 of 3 is missing: it has given no sign of life for 31 s, and was last seen in phase 'decode'. "
+        "This host, 0, waited for it in phase 'train' for 31 s. Look at that host's own output"
+    )
+
+
+def test_a_board_out_of_reach_is_host_0_missing():
+    watching, clock = watch(rank=1)
+    watching.saw(signs(1))
+    clock.now += 31
+    assert str(watching.verdict("decode", None)).startswith(
+        "Host 0 of 3 is missing: it has given no sign of life for 31 s, and was last seen in phase 'train'. "
+        "This host, 1, was in phase 'decode'."
+    )
+
+
+def test_a_host_that_failed_is_quoted_at_once():
+    watching, _ = watch()
+    watching.saw(signs(1, host2=Sign(9, 4, "reward", "GradingError: no such column.")))
+    verdict = watching.verdict("agree", Wait("agree", 5, since=98.0))
+    assert isinstance(verdict, HostError)
+    assert str(verdict) == (
+        "Host 2 of 3 ended: GradingError: no such column. This host, 0, waited for it in phase 'agree' for 2 s."
+    )
+
+
+def test_a_deadline_names_those_who_are_alive_and_elsewhere():
+    watching, clock = watch()
+    wait = Wait("agree", 6, since=clock.now)
+    for beat in range(61):
+        watching.saw(signs(beat, host1=Sign(beat, 6, "agree"), host2=Sign(beat, 5, "decode")))
+        clock.now += 10
+    verdict = watching.verdict("agree", wait)
+    assert str(verdict).startswith(
+        "Host 0 of 3 waited 610 s in phase 'agree', for host 2 (alive, in phase 'decode'). "
+        "Expected: at most 600 s (hosts.deadline_seconds)."
+    )
+
+
+def test_a_host_that_is_done_is_not_missing_but_is_not_waited_for_either():
+    watching, clock = watch()
+    done = Sign(7, 6, "end", "")
+    watching.saw(signs(1, host1=done))
+    clock.now += 40
+    watching.saw(signs(2, host1=done))
+    assert watching.verdict("load", None) is None
+    assert "Host 1 of 3 is done, and this one isn't" in str(watching.verdict("agree", Wait("agree", 7, clock.now)))
+
+
+def hosts(size: int, board: MemoryBoard | None = None) -> list[Group]:
+    board = board or MemoryBoard()
+    return [Group(rank, size, board, deadline_seconds=5.0) for rank in range(size)]
+
+
+def each(groups: list[Group], act) -> list:
+    """`act(group)` on every host at the same time."""
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(act, groups))
+
+
+def test_what_hosts_agree_on_is_the_same_everywhere():
+    groups = hosts(3)
+    for round_ in range(4):
+        for rows in each(groups, lambda group, r=round_: group.agree("rows", [group.rank, r, -(2**62)])):
+            np.testing.assert_array_equal(rows, [[rank, round_, -(2**62)] for rank in range(3)])
+    assert [group.num_meetings for group in groups] == [4, 4, 4]
+    stop(groups)
+
+
+def test_what_was_agreed_on_is_forgotten():
+    board = MemoryBoard()
+    groups = hosts(2, board)
+    for _ in range(20):
+        each(groups, lambda group: group.agree("rows", [1]))
+    assert sum(key.startswith("exchange") for key in board.values) <= 2 * 3
+    stop(groups)
+
+
+def stop(groups: list[Group]) -> None:
+    for group in groups:
+        assert group._watchdog is not None
+        group._watchdog.stop("")
+
+
+def test_hosts_that_are_out_of_step_are_told():
+    groups = hosts(2)
+    phases = ["agree", "evaluate"]
+    with pytest.raises(HostError, match=r"out of step. Got: host 0 in 'agree', host 1 in 'evaluate'"):
+        each(groups, lambda group: group.agree(phases[group.rank], [1]))
+    stop(groups)
+
+
+def test_hosts_that_say_different_amounts():
+    groups = hosts(2)
+    with pytest.raises(HostError, match=r"same number of things in phase 'rows'. Got: host 0: 1, host 1: 2"):
+        each(groups, lambda group: group.agree("rows", [7] * (group.rank + 1)))
+    stop(groups)
+
+
+def test_a_meeting_that_nobody_comes_to():
+    group = Group(0, 2, MemoryBoard(), deadline_seconds=0.2)
+    with pytest.raises(DeadlineError, match="Host 1 of 2 did not come to phase 'rows' in 0.2 s"):
+        group.agree("rows", [1])
+    stop([group])
+
+
+def test_a_watchdog_ends_the_process_of_a_host_that_waits_in_vain(monkeypatch, capsys):
+    ended: collections.deque[int] = collections.deque()
+    monkeypatch.setattr("os._exit", ended.append)
+    board = MemoryBoard()
+    group = Group(0, 2, board, silence_seconds=0.5)
+    board.put("signs/1", Sign(1, 0, "decode").encode())
+    with group.waiting("publish"):
+        until(lambda: bool(ended))
+    text = capsys.readouterr().err
+    assert ended[0] == 1
+    assert "DeadlineError: Host 1 of 2 is missing" in text and "waited for it in phase 'publish'" in text
+    assert Sign.decode(board.values["signs/0"]).ended.startswith("DeadlineError: Host 1 of 2 is missing")
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_broken_collective_is_held_back_until_the_watchdog_spoke(monkeypatch):
+    slept = []
+    monkeypatch.setattr("locojax.hosts.group.time.sleep", slept.append)
+    board = MemoryBoard()
+    group = Group(0, 2, board, silence_seconds=30)
+    with pytest.raises(ValueError, match="Gloo"), group.waiting("train"):
+        raise ValueError("UNKNOWN: Gloo all-reduce failed: connection closed by peer")
+    assert slept == [33.0]
+    stop([group])
+
+
+def test_one_host_alone_meets_nobody():
+    with Group.single() as group:
+        np.testing.assert_array_equal(group.agree("rows", [1, 2]), [[1, 2]])
+        assert group.exchange("metrics", "line") == ["line"]
+        with group.waiting("train"):
+            pass
+    assert group.num_meetings == 0 and group.is_first
