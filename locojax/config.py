@@ -182,6 +182,9 @@ class RunConfig:
     dir: str = setting("runs", "Where run folders are kept.")
     seed: int = setting(0, "Everything drawn at random follows from it.", low=0, high=2**31 - 1)
     num_steps: int = setting(20, "Training steps.", low=0)
+    passes: int = setting(
+        1, "How often the run's batches are gone through; 2 makes runs that `locojax compare` can score.", low=1
+    )
     prompts_per_step: int = setting(16, "Prompts drawn for each step.", low=1)
     eval_every: int = setting(5, "Steps between evaluations on held-out prompts. 0: never.", low=0)
     eval_prompts: int = setting(64, "Held-out prompts per evaluation.", low=1)
@@ -294,6 +297,12 @@ def check(config: Config) -> None:
     if loss.icepop_low is not None and loss.icepop_high is not None and loss.icepop_low > loss.icepop_high:
         _contradiction(
             f"loss.icepop_low ({loss.icepop_low:g}) is above loss.icepop_high ({loss.icepop_high:g})", "Swap them"
+        )
+    if config.run.num_steps % config.run.passes:
+        _contradiction(
+            f"run.num_steps is {config.run.num_steps} and run.passes is {config.run.passes}: the passes are not of the "
+            "same batches",
+            "Make run.num_steps a multiple of run.passes",
         )
     if config.run.prompts_per_step < training.substeps:
         _contradiction(

@@ -121,6 +121,7 @@ def test_contradictions():
     assert "Set data.reward" in refusal("data.source=mine.jsonl")
     assert "room for a prompt" in refusal("model.max_context=64", "rollout.max_tokens=64")
     assert "A sub-step needs at least one prompt" in refusal("training.substeps=4", "run.prompts_per_step=2")
+    assert "Make run.num_steps a multiple of run.passes" in refusal("run.num_steps=5", "run.passes=2")
     load(None, ["data.source=mine.jsonl", "data.reward=exact"])
 
 

@@ -42,6 +42,11 @@ def test_the_order_is_pinned() -> None:
     assert order.epoch(7) == 3.0
 
 
+def test_passes_go_through_the_same_batches() -> None:
+    order, once = BatchOrder(7, 3, seed=0, period=4), BatchOrder(7, 3, seed=0)
+    assert [order.at(step) for step in range(12)] == 3 * [once.at(step) for step in range(4)]
+
+
 def test_seeds_and_epochs_change_the_order() -> None:
     assert BatchOrder(50, 50, 0).at(0) != BatchOrder(50, 50, 1).at(0)
     assert BatchOrder(50, 50, 0).at(0) != BatchOrder(50, 50, 0).at(1)

@@ -99,7 +99,9 @@ def _run(config: Config, resume: bool, timer: StepTimer, group: Group, progress:
         if resume:
             worker.trainer.restore(checkpoints.restore(worker.trainer.state()))
             progress.note(f"resumed after {position.next_step} of {config.run.num_steps} steps")
-        order = BatchOrder(len(prepared.train), config.run.prompts_per_step, config.run.seed)
+        run_config = config.run
+        period = run_config.num_steps // run_config.passes if run_config.passes > 1 else None
+        order = BatchOrder(len(prepared.train), run_config.prompts_per_step, run_config.seed, period)
         check = interrupts.check
         if lockstep is None:
             generation = Generation(worker, grader, config, timer, check)

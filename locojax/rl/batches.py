@@ -14,10 +14,13 @@ class BatchOrder:
     filled from that epoch's order, with the prompts already in the batch moved behind, so that no batch holds a prompt
     twice (its samples would be copies: a sample's seed is of step, prompt and index).
 
+    Args:
+      period: after so many steps the batches come again, in the same order; None: never.
+
     Example: BatchOrder(num_prompts=45, batch_size=16, seed=0).at(step=3) is a tuple of 16 indices in [0, 45).
     """
 
-    def __init__(self, num_prompts: int, batch_size: int, seed: int):
+    def __init__(self, num_prompts: int, batch_size: int, seed: int, period: int | None = None):
         """Raises DataError without prompts or when a batch needs more prompts than there are; ConfigError under 1."""
         if num_prompts < 1:
             raise DataError("There are no prompts to train on", remedy="Check the data set and its filters")
@@ -29,12 +32,12 @@ class BatchOrder:
                 got=f"{batch_size} prompts a step from a data set of {num_prompts}",
                 remedy=f"Ask for {num_prompts} prompts a step or fewer, or add prompts",
             )
-        self.num_prompts, self.batch_size, self.seed = num_prompts, batch_size, seed
+        self.num_prompts, self.batch_size, self.seed, self.period = num_prompts, batch_size, seed, period
         self._latest: tuple[int, np.ndarray] | None = None  # (epoch, its order): the next batch mostly needs it again
 
     def at(self, step: int) -> tuple[int, ...]:
         """Prompt indices of step `step` (from 0), in order."""
-        first = step * self.batch_size
+        first = (step if self.period is None else step % self.period) * self.batch_size
         epoch, offset = divmod(first, self.num_prompts)
         batch = self._order(epoch)[offset : offset + self.batch_size]
         if len(batch) < self.batch_size:
