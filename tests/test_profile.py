@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny import CONFIG
 
 from locojax import cli, settings
@@ -34,7 +34,7 @@ def recorded(tmp_path_factory):
         return jax.lax.fori_loop(0, 50, once, x)
 
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")))
-    x = jnp.ones((1200, 600), jnp.float32) * 0.01
+    x = jax.device_put(np.full((1200, 600), 0.01, np.float32), NamedSharding(mesh, PartitionSpec("x")))
     program(x).block_until_ready()
     recorder, folder = Recorder(1), tmp_path_factory.mktemp("trace")
     with trace.recording(folder), trace.marked_step(), recorder.step(0):
@@ -53,15 +53,20 @@ def test_a_recording_tells_devices_phases_and_collectives(recorded):
     assert len(spans.devices) == 2
     assert [name for name, _, _ in spans.phases] == ["reward", "train", "wait"]
     found = divide(spans)
-    assert found.wall == pytest.approx(account.wall, rel=0.01)  # two clocks, one step
-    for row in ("reward", "train", "wait"):
-        assert sum(found.seconds[row].values()) == pytest.approx(account.seconds[row], abs=2e-3)
-    assert found.seconds["reward"]["host"] == pytest.approx(0.06, abs=0.02)
-    assert found.seconds["wait"]["network"] == pytest.approx(0.05, abs=0.02)
-    assert found.seconds["unaccounted"]["unaccounted"] == pytest.approx(0.04, abs=0.02)
+    sums = {row: sum(values.values()) for row, values in found.seconds.items()}
+    same = {"abs": 0.03}  # two clocks, and on a busy machine a pause between reading one and the other
+    assert found.wall == pytest.approx(account.wall, **same)
+    assert sums == pytest.approx({**account.seconds, "unaccounted": account.unaccounted}, **same)
+    assert found.seconds["reward"]["host"] == pytest.approx(sums["reward"])
+    assert found.seconds["wait"]["network"] == pytest.approx(sums["wait"])
+    assert found.seconds["unaccounted"]["unaccounted"] == pytest.approx(sums["unaccounted"])
     train = found.seconds["train"]
-    assert train["compute"] > 0.5 * sum(train.values())  # a program's gaps between operations belong to it
-    assert all(len(device.collective) for device in spans.devices)
+    assert train["compute"] + train["network"] > 0.5 * sums["train"]
+    assert min(train["compute"], train["network"]) > 0  # the loop's own operation hides no collective inside of it
+    for device in spans.devices:
+        assert len(device.working) > 50 and len(device.collective) == 50
+        (run,) = device.busy
+        assert run[0] <= device.working[0, 0] and run[1] >= max(device.working[-1, 1], device.collective[-1, 1])
     assert sum(found.shares().values()) == pytest.approx(1.0)
 
 

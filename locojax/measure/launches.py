@@ -29,7 +29,7 @@ class StepWork:
     Attributes:
       seconds: of the step on the first host, without NOT_WORK.
       prompt_ids: P of them, in the batch's order. prompt_tokens: i64[P], their lengths.
-      output_tokens: i64[C], completions' lengths, prompt by prompt.
+      output_tokens: i64[C], completions' lengths, in any order.
       num_truncated: completions that max_tokens or the context cut.
     """
 
@@ -108,8 +108,7 @@ def _step_work(folder: pathlib.Path, metrics: StepMetrics) -> StepWork:
             expected=f"{metrics.num_completions}, as its metrics say",
             remedy="Copy the samples of its other hosts beside those of the first",
         )
-    first_of = {row["prompt_id"]: row for row in reversed(rows)}  # the first row of each prompt stays
-    prompts = sorted(first_of.values(), key=lambda row: row["position"])
+    prompts = sorted({row["prompt_id"]: row for row in rows}.values(), key=lambda row: row["position"])
     return StepWork(
         step=account.step,
         seconds=account.wall - sum(account.seconds.get(name, 0.0) for name in NOT_WORK),
@@ -121,7 +120,7 @@ def _step_work(folder: pathlib.Path, metrics: StepMetrics) -> StepWork:
 
 
 def _sample_rows(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
-    """Every completion of a step, by the batch's order and the sample's index; each host may have a file of its own."""
+    """Every completion of a step; each host may have a file of its own."""
     paths = sorted((folder / "samples").glob(f"step_{step:05d}*.jsonl"))
     rows = []
     for path in paths:
@@ -135,10 +134,10 @@ def _sample_rows(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
             rows.append(row)
     if not rows:
         raise ComparisonError(f"The run {folder} has no samples of step {step}", remedy="Copy its folder whole")
-    return sorted(rows, key=lambda row: (row["position"], row["sample"]))
+    return rows
 
 
-_SAMPLE_FIELDS = ("prompt_id", "position", "sample", "num_prompt_tokens", "num_tokens", "stop_reason")
+_SAMPLE_FIELDS = ("prompt_id", "position", "num_prompt_tokens", "num_tokens", "stop_reason")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
