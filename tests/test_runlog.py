@@ -33,8 +33,8 @@ def test_the_folder_of_a_run(tmp_path):
     log = RunLog(config)
     completion = Completion(0, (24, 2), np.zeros(2, np.float32), "7 ☃", "stop", 2, policy_version=0)
     broken = Rollout(Completion(1, (24,), np.zeros(1, np.float32), "8", "length", None, 0), Reward(None, "timed out"))
-    prompt = Prompt("addition/17", "3+4=", answer="7", messages=({"role": "user", "content": "3+4="},))
-    log.samples(0, [Group(prompt, (Rollout(completion, Reward(1.0)), broken))], [np.array([0.5, 0.0])])
+    prompt = Prompt("addition/17", "3+4=", (5, 6, 7, 8), answer="7", messages=({"role": "user", "content": "3+4="},))
+    log.samples(0, [Group(prompt, (Rollout(completion, Reward(1.0)), broken))], [np.array([0.5, 0.0])], [3])
     log.step(step_metrics(0, held_out_before=0.05, held_out=0.1))
     log.step(step_metrics(1, reward_mean=math.nan))
     log.close()
@@ -51,8 +51,10 @@ def test_the_folder_of_a_run(tmp_path):
         "error": None,
         "advantage": 0.5,
         "stop_reason": "stop",
+        "num_prompt_tokens": 4,
         "num_tokens": 2,
         "policy_version": 0,
+        "position": 3,
     }
     assert (rows[1]["reward"], rows[1]["error"], rows[1]["stop_reason"]) == (None, "timed out", "length")
     back = read_metrics(folder / "metrics.jsonl")
@@ -114,7 +116,7 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runlog, "_replace", full)
     with pytest.raises(CheckpointError) as caught:
-        log.samples(0, [], [])
+        log.samples(0, [], [], [])
     assert str(caught.value) == (
         f"The run folder '{tmp_path / 'one'}' can't be written: No space left on device. "
         "Free some space and continue with --resume."

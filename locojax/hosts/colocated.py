@@ -237,7 +237,8 @@ class Loop:
             if run_config.checkpoint_every and number % run_config.checkpoint_every == 0:
                 with self._timer.phase("checkpoint"):
                     self._checkpoints.save(self._worker.trainer.state(), self.position)
-            self._log.samples(step_index, generated.groups, [result.values.tolist() for result in lesson.advantages])
+            advantages = [result.values.tolist() for result in lesson.advantages]
+            self._log.samples(step_index, generated.groups, advantages, places)
             with self._timer.phase("collect"):
                 collector.collect()
         self._record(agreed, report, trained, accuracy, meetings)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from locojax.config import Config, run_folder
 from locojax.hosts.metrics import StepMetrics
-from locojax.hosts.runlog import read_metrics, replace_file, sample_row, writing
+from locojax.hosts.runlog import read_metrics, replace_file, sample_row, sample_rows, writing
 from locojax.types import Group
 
 
@@ -47,13 +47,17 @@ class HostLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def samples(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
-        """This host's completions of a step. `advantages[i][j]` belongs to `groups[i].rollouts[j]`."""
-        self._submit(lambda: self._write_samples(f"step_{step:05d}", groups, advantages))
+    def samples(
+        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]], places: Sequence[int]
+    ) -> None:
+        """This host's completions of a step. `advantages[i][j]` belongs to `groups[i].rollouts[j]`; `places` are the
+        groups' in the batch of all hosts."""
+        self._submit(lambda: self._write_samples(f"step_{step:05d}", sample_rows(groups, advantages, places)))
 
     def held_out(self, policy_version: int, groups: Sequence[Group]) -> None:
         """This host's completions of an evaluation."""
-        self._submit(lambda: self._write_samples(f"held_out_{policy_version:05d}", groups, [[None]] * len(groups)))
+        name, rows = f"held_out_{policy_version:05d}", [sample_row(group, 0, None) for group in groups]
+        self._submit(lambda: self._write_samples(name, rows))
 
     def step(self, metrics: StepMetrics) -> None:
         """This host's part of a step: its own groups, its own account."""
@@ -82,11 +86,6 @@ class HostLog:
         self._file.write(metrics.to_json() + "\n")
         self._file.flush()
 
-    def _write_samples(self, name: str, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> None:
-        rows = [
-            sample_row(group, index, advantage)
-            for group, values in zip(groups, advantages, strict=True)
-            for index, advantage in enumerate(values)
-        ]
+    def _write_samples(self, name: str, rows: Sequence[dict[str, object]]) -> None:
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         replace_file(self.folder / "samples" / f"{name}.host{self.rank}.jsonl", text)

@@ -41,7 +41,7 @@ class RunLog:
 
     Example:
       with RunLog(config, resume_at=None) as log:
-          log.samples(0, groups, advantages)
+          log.samples(0, groups, advantages, range(len(groups)))
           log.step(metrics)
     """
 
@@ -75,14 +75,15 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def samples(self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]]) -> None:
-        """Writes every completion of a step. `advantages[i][j]` belongs to `groups[i].rollouts[j]`."""
-        rows = [
-            sample_row(group, index, advantage)
-            for group, values in zip(groups, advantages, strict=True)
-            for index, advantage in enumerate(values)
-        ]
-        self._write_samples(f"step_{step:05d}.jsonl", rows)
+    def samples(
+        self, step: int, groups: Sequence[Group], advantages: Sequence[Sequence[float]], places: Sequence[int]
+    ) -> None:
+        """Writes every completion of a step. `advantages[i][j]` belongs to `groups[i].rollouts[j]`.
+
+        Args:
+          places: of each group's prompt, in the batch of all hosts.
+        """
+        self._write_samples(f"step_{step:05d}.jsonl", sample_rows(groups, advantages, places))
 
     def held_out(self, policy_version: int, groups: Sequence[Group]) -> None:
         """Writes an evaluation's completions, under the policy version that they came from."""
@@ -128,6 +129,17 @@ class RunLog:
             self.draw()
 
 
+def sample_rows(
+    groups: Sequence[Group], advantages: Sequence[Sequence[float]], places: Sequence[int]
+) -> list[dict[str, object]]:
+    """The lines of a step's samples: what `locojax compare` tells equal work by, too."""
+    return [
+        {**sample_row(group, index, advantage), "position": place}
+        for group, values, place in zip(groups, advantages, places, strict=True)
+        for index, advantage in enumerate(values)
+    ]
+
+
 def sample_row(group: Group, index: int, advantage: float | None) -> dict[str, object]:
     """One line of a samples file; evaluation has no advantage."""
     rollout = group.rollouts[index]
@@ -145,6 +157,7 @@ def sample_row(group: Group, index: int, advantage: float | None) -> dict[str, o
         "error": rollout.reward.error,
         "advantage": None if advantage is None else float(advantage),
         "stop_reason": completion.stop_reason,
+        "num_prompt_tokens": len(group.prompt.tokens),
         "num_tokens": len(completion.tokens),
         "policy_version": completion.policy_version,
     }
