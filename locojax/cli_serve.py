@@ -56,7 +56,7 @@ _ENGINE_OPTIONS = {
     "compute_dtype": "of training: auto, float32 or bfloat16",
     "sample_dtype": "of sampling: auto, float32 or bfloat16",
     "max_context": "prompt and completion together, in tokens; default: the model's own",
-    "kv_bytes": "memory for keys and values of sampling",
+    "kv_bytes": "memory for keys and values of sampling; auto: what all slots can use, at most a sixth of the memory",
     "max_slots": "samples that run at once",
     "max_resident_samplers": "samplers whose adapters are on the device at once",
     "logprobs_of": "a sampled token's log-prob: of the tempered distribution (Tinker's) or the raw one",
@@ -117,7 +117,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     defaults = {field.name: field for field in dataclasses.fields(ServeSettings)}
     for name, text in _ENGINE_OPTIONS.items():
         default = defaults[name].default
-        kind = type(default) if isinstance(default, int | float) else _count_or_auto if name == "row_tokens" else str
+        is_count = name in ("row_tokens", "kv_bytes")
+        kind = type(default) if isinstance(default, int | float) else _count_or_auto if is_count else str
         option(
             "--" + name.replace("_", "-"),
             type=int if name == "max_context" else kind,

@@ -7,7 +7,6 @@ copy in memory, so a disk that is slower than its users makes their saves wait, 
 
 from __future__ import annotations
 
-import dataclasses
 import queue
 import threading
 from collections.abc import Callable
@@ -15,21 +14,13 @@ from typing import Any, Protocol
 
 from locojax.hosts.protocol import LoadWeights, OpenSampler, Operation, RestoreModel, SaveAdapter, SaveState
 from locojax.hosts.serving_lanes import Entry, Lane
+from locojax.hosts.serving_link import DiskDone
 
 MAX_JOBS = 4
 """Under way at once, over all lanes."""
 
 CLOSE_SECONDS = 8.0
 """How long `close` waits for what is being written; the supervisor gives an engine 20 s to end."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DiskDone:
-    """How a job ended. `error` None: `value` is what it returned."""
-
-    operation_id: str
-    value: Any = None
-    error: Exception | None = None
 
 
 class Inbox(Protocol):

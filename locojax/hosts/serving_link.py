@@ -19,7 +19,7 @@ import stat
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from locojax.errors import ConfigError
 from locojax.hosts.protocol import (
@@ -36,13 +36,21 @@ from locojax.hosts.protocol import (
     ToEngine,
     Tokens,
 )
-from locojax.hosts.serving_disk import DiskDone
 
 log = logging.getLogger(__name__)
 
 Outbox: TypeAlias = "queue.SimpleQueue[FromEngine | None]"
 MAX_UNSENT = 10_000
 FLUSH_SECONDS = 5.0  # how long `close` waits for what is still to be sent
+
+
+@dataclasses.dataclass(frozen=True)
+class DiskDone:
+    """How a job of `serving_disk.Disk` ended. `error` None: `value` is what it returned."""
+
+    operation_id: str
+    value: Any = None
+    error: Exception | None = None
 
 
 class Link:

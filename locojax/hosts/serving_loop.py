@@ -50,9 +50,9 @@ from locojax.hosts.protocol import (
 )
 from locojax.hosts.serving_answers import SAVES, Answers, unexpected
 from locojax.hosts.serving_clock import PhaseClock
-from locojax.hosts.serving_disk import Disk, DiskDone
+from locojax.hosts.serving_disk import Disk
 from locojax.hosts.serving_lanes import Entry, HeldSamples, Lane, Lanes, Work, lane_of
-from locojax.hosts.serving_link import Link
+from locojax.hosts.serving_link import DiskDone, Link
 from locojax.hosts.serving_operations import Operations, Sampling, Tenants
 from locojax.hosts.serving_share import Share
 from locojax.hosts.serving_status import Totals, engine_status

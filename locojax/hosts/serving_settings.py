@@ -12,8 +12,8 @@ from locojax.types import LogprobsOf
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 _AT_LEAST_ONE = (
-    "max_adapters", "max_rank", "rows", "kv_bytes", "max_slots", "min_rows", "max_prefill_tokens", "max_iterations",
-    "max_resident_samplers",
+    "max_adapters", "max_rank", "row_tokens", "rows", "kv_bytes", "max_slots", "min_rows", "max_prefill_tokens",
+    "max_iterations", "max_resident_samplers",
 )  # fmt: skip
 
 
@@ -30,8 +30,9 @@ class ServeSettings:
       compute_dtype: of training; auto: see `training.platform.auto_dtype`. sample_dtype: of sampling, likewise.
       remat: see `TrainerSettings.remat`.
       max_context: prompt and completion together; None: the model's own.
-      kv_bytes, max_slots, min_rows, max_prefill_tokens, max_iterations: see `EngineSettings`; the iterations are those
-        of one turn.
+      kv_bytes: for keys and values; auto: see `serving_memory.auto_kv_bytes`.
+      max_slots, min_rows, max_prefill_tokens, max_iterations: see `EngineSettings`; the iterations are those of one
+        turn.
       max_resident_samplers: samplers whose adapters are on the device at once; more wait in host memory.
       logprobs_of: which distribution a sampled token's log-prob is of. Tinker's: tempered.
       sampling_share: of the device's time while there is both sampling and training to do; above 0, below 1.
@@ -51,7 +52,7 @@ class ServeSettings:
     sample_dtype: Dtype = "auto"
     remat: str = "linear"
     max_context: int | None = None
-    kv_bytes: int = 4 << 30
+    kv_bytes: int | Literal["auto"] = "auto"
     max_slots: int = 128
     min_rows: int = 1
     max_prefill_tokens: int = 1024
@@ -65,10 +66,9 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"The server's {name} is out of range", got=getattr(self, name), expected="1 or more")
-        if self.row_tokens != "auto" and int(self.row_tokens) < 1:
-            raise ConfigError("The server's row_tokens is out of range", got=self.row_tokens, expected="1 or more")
+            value = getattr(self, name)
+            if value != "auto" and int(value) < 1:
+                raise ConfigError(f"The server's {name} is out of range", got=value, expected="1 or more")
         if not 0 < self.sampling_share < 1:
             raise ConfigError(
                 "The server's sampling_share is out of range", got=self.sampling_share, expected="above 0, below 1"

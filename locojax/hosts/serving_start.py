@@ -17,6 +17,7 @@ from locojax.hosts.serving_clock import PhaseClock
 from locojax.hosts.serving_compilations import CompilationCounter
 from locojax.hosts.serving_link import Link
 from locojax.hosts.serving_loop import Loop
+from locojax.hosts.serving_memory import auto_kv_bytes, device_memory
 from locojax.hosts.serving_operations import Operations
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.models import decoder
@@ -109,6 +110,13 @@ def _row_tokens(settings: ServeSettings, spec: ModelSpec) -> int:
     return int(settings.row_tokens)
 
 
+def _kv_bytes(settings: ServeSettings, spec: ModelSpec, dtype: str) -> int:
+    if settings.kv_bytes != "auto":
+        return int(settings.kv_bytes)
+    context = _max_context(settings, spec)
+    return auto_kv_bytes(spec, dtype, max_slots=settings.max_slots, max_context=context, memory=device_memory())
+
+
 def _trainer(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> TenantTrainer:
     row_tokens = _row_tokens(settings, model.spec)
     return TenantTrainer(
@@ -138,7 +146,7 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
             min_rows=settings.min_rows,
             max_prefill_tokens=settings.max_prefill_tokens,
             max_iterations=settings.max_iterations,
-            kv_bytes=settings.kv_bytes,
+            kv_bytes=_kv_bytes(settings, model.spec, dtype),
             layout="rows",
             page_size=PAGE_TOKENS,
             seed=uuid.uuid4().int % 2**31,  # or a restarted engine would repeat the samples that named no seed

@@ -1,0 +1,38 @@
+"""How much memory an engine process gives to keys and values when nobody says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from locojax.models.spec import ModelSpec
+
+KV_SHARE = 1 / 6
+"""Of the memory: the rest is for weights, adapters with their Adam state, and what programs use while they run."""
+
+GIB = 1 << 30
+_CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def auto_kv_bytes(spec: ModelSpec, dtype: str, *, max_slots: int, max_context: int, memory: int) -> int:
+    """Bytes for keys and values: what every slot could use at full length, or a share of `memory` if that is less.
+
+    Half of the engine's pool holds running samples, half computed prompts, so that "could use" is twice the samples'.
+    A share of a GiB or more is rounded to whole ones: machines that are nearly alike then compile the same programs.
+    """
+    bytes_per_token = 2 * spec.num_layers * spec.kv_size * jnp.dtype(dtype).itemsize
+    share = KV_SHARE * memory
+    return min(2 * max_slots * max_context * bytes_per_token, round(share / GIB) * GIB if share >= GIB else int(share))
+
+
+def device_memory() -> int:
+    """Bytes of one device's memory; on a CPU, of the machine or of the container that this runs in."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"])
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
+    return min(machine, int(limit)) if limit.isdecimal() else machine
