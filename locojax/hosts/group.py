@@ -256,8 +256,10 @@ class Announcing:
     def __init__(self, timer: StepTimer, group: Group):
         self._timer, self._group = timer, group
 
-    def step(self, index: int) -> contextlib.AbstractContextManager[None]:
-        return self._timer.step(index)
+    @contextlib.contextmanager
+    def step(self, index: int) -> Iterator[None]:
+        with self._group.doing(f"step {index}"), self._timer.step(index):
+            yield
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
