@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import inspect
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -59,6 +61,33 @@ async def serving(
         await service.stop()
         if engine is None:
             await asyncio.to_thread(own.stop)
+
+
+def with_service(**settings: Any) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """Makes a coroutine a test: it is given a started `service` and, if it asks for it, its `engine`.
+
+    What else it asks for are pytest's fixtures and parameters. `settings`: the service's.
+    """
+
+    def made(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        asked = dict(inspect.signature(test).parameters)
+
+        @functools.wraps(test)
+        def wrapped(tmp_path: pathlib.Path, **others: Any) -> None:
+            async def body() -> None:
+                async with serving(tmp_path, **settings) as (service, engine):
+                    given = {"service": service, "engine": engine, "tmp_path": tmp_path, **others}
+                    await test(**{name: given[name] for name in asked})
+
+            run(body())
+
+        # pytest reads off the signature what to provide.
+        fixtures = ["tmp_path", *(name for name in asked if name not in ("service", "engine", "tmp_path"))]
+        kinds = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in fixtures]
+        wrapped.__signature__ = inspect.Signature(kinds)  # type: ignore[attr-defined]
+        return wrapped
+
+    return made
 
 
 def service_at(tmp_path: pathlib.Path, address: str, **settings: Any) -> Service:

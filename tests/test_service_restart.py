@@ -27,6 +27,7 @@ from server_under_test import (
     socket_path,
     train_body,
     until,
+    with_service,
 )
 
 from locojax.hosts import protocol as p
@@ -117,21 +118,18 @@ def test_what_is_asked_before_the_engine_is_there_waits_for_it(tmp_path):
     run(test())
 
 
-def test_a_broken_connection_loses_no_answer(tmp_path):
-    async def test():
-        async with serving(tmp_path) as (service, engine):
-            model = await model_of(service, await session_of(service))
-            engine.held.add(p.ForwardBackward)
-            work = await service.training.forward_backward(train_body(model, 1))
-            await until(lambda: engine._queued)
-            engine.drop_connection()
-            await until(lambda: not service.health()[0])
-            engine.release()
-            await result(service, work)
-            await result(service, await service.training.optim_step(model, 2, ADAM))
-            assert len(engine.ran_of(p.ForwardBackward)) == 1
-
-    run(test())
+@with_service()
+async def test_a_broken_connection_loses_no_answer(service, engine):
+    model = await model_of(service, await session_of(service))
+    engine.held.add(p.ForwardBackward)
+    work = await service.training.forward_backward(train_body(model, 1))
+    await until(lambda: engine._queued)
+    engine.drop_connection()
+    await until(lambda: not service.health()[0])
+    engine.release()
+    await result(service, work)
+    await result(service, await service.training.optim_step(model, 2, ADAM))
+    assert len(engine.ran_of(p.ForwardBackward)) == 1
 
 
 def test_results_and_running_work_survive_a_restart_of_the_api(tmp_path):
