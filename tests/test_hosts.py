@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -42,8 +44,17 @@ class Place:
         colocated.run(config, resume=False, timer=Timeline())
         return self.folder / name
 
-    def launched(self, num_hosts: int, name: str, *arguments: str, devices: int = 1, resume: bool = False) -> int:
-        command = [sys.executable, "-m", "locojax", "train", *self.arguments, f"run.name={name}", *arguments]
+    def launched(
+        self,
+        num_hosts: int,
+        name: str,
+        *arguments: str,
+        devices: int = 2,
+        resume: bool = False,
+        program: tuple[str, ...] = ("-m", "locojax", "train"),
+    ) -> int:
+        """So many hosts, each a process; the launch's exit code."""
+        command = [sys.executable, *program, *self.arguments, f"run.name={name}", *arguments]
         environment = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -92,8 +103,13 @@ def one(place) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def two(place) -> pathlib.Path:
-    assert place.launched(2, "two", devices=2) == 0, place.errors("two")
+    assert place.launched(2, "two") == 0, place.errors("two")
     return place.folder / "two"
+
+
+def struck(host: int, number: int, phase: str) -> tuple[str, ...]:
+    """A run in which a host sends itself a signal in a phase of its second step."""
+    return (str(ROOT / "tests" / "hosts_victim.py"), str(host), str(int(number)), phase)
 
 
 def lines(path: pathlib.Path) -> list[dict]:
@@ -153,3 +169,86 @@ def test_each_host_writes_its_own_part(two):
         assert sum(account["seconds"].values()) + account["unaccounted"] == pytest.approx(account["wall"])
         assert part["gap_max"] < 1e-5
     assert len(lines(next(two.glob("samples/held_out_00000.host1.jsonl")))) in (1, 2)
+
+
+OTHERWISE = (
+    "hosts.balance=false", "hosts.freeze_gc=false", "hosts.metrics_in_barrier=true", "hosts.publish_at_once=false",
+)  # fmt: skip
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["training.method=lora", "training.lora_rank=4", "loss.kl=k3", "loss.kl_coefficient=0.1"],
+        ["training.substeps=3", "loss.name=ppo", "loss.tis_cap=2", "loss.kl=k1", "loss.kl_coefficient=0.1",
+         "loss.kl_in=reward", "loss.normalise=tokens"],
+    ],
+    ids=["lora", "substeps"],
+)  # fmt: skip
+def test_no_switch_changes_what_is_learnt(place, settings, request):
+    """Every optimization off, and the trainer's other ways: the same run on one host and on two."""
+    name = request.node.callspec.id
+    alone = place.run(f"{name}-one", *settings)
+    assert place.launched(2, f"{name}-two", *settings, *OTHERWISE, devices=1) == 0, place.errors(f"{name}-two")
+    both = place.folder / f"{name}-two"
+    assert_same_run(alone, both)
+    # Host 0 wrote the other's metrics, for which they met once more, after the step.
+    assert [line["num_completions"] for line in lines(both / "metrics.host1.jsonl")] == [4, 4]
+    assert [line["extra"]["num_meetings"] for line in lines(both / "metrics.jsonl")] == [3, 3]
+
+
+@pytest.mark.extended
+def test_four_hosts_one_without_prompts(place, one):
+    assert place.launched(4, "four", devices=1) == 0, place.errors("four")
+    assert_same_run(one, place.folder / "four")
+
+
+@pytest.mark.extended
+def test_steps_that_teach_some_hosts_or_none(place):
+    """Zero variance on one host, then on all: nobody hangs."""
+    reward = f"data.reward={place.folder / 'rewards.py'}:rarely"
+    alone = place.run("rare-one", reward)
+    assert place.launched(2, "rare-two", reward) == 0, place.errors("rare-two")
+    assert_same_run(alone, place.folder / "rare-two")
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("host", "phase"), [(0, "decode"), (1, "train"), (0, "publish")])
+def test_a_killed_host_ends_the_others_with_its_name(place, host, phase, capfd):
+    name = f"killed-{host}-{phase}"
+    start = time.monotonic()
+    code = place.launched(
+        2, name, "hosts.silence_seconds=8", program=struck(host, signal.SIGKILL, phase)
+    )
+    assert code == 1
+    text = place.errors(name) + capfd.readouterr().err
+    assert f"Host {host} of 2 was ended by SIGKILL" in text
+    assert f"DeadlineError: Host {host} of 2 is missing: it has given no sign of life for " in text
+    assert f"This host, {1 - host}, waited for it in phase '" in text
+    assert "did not end within" not in text, "the launcher had to end it"
+    assert time.monotonic() - start < 120
+
+
+@pytest.mark.extended
+def test_a_signal_to_one_host_stops_all_and_another_number_of_hosts_goes_on(place, one):
+    """C27: stopped on two hosts, resumed on one; and the other way round."""
+    stopped = struck(1, signal.SIGTERM, "decode")
+    assert place.launched(2, "stopped", program=stopped) == 2, place.errors("stopped")
+    folder = place.folder / "stopped"
+    assert [line["step"] for line in lines(folder / "metrics.jsonl")] == [0]
+    colocated.run(load(None, [*place.arguments, "run.name=stopped"]), resume=True, timer=Timeline())
+    assert_same_run(one, folder)
+
+    place.run("half", "run.num_steps=1", "run.eval_every=2")
+    assert place.launched(2, "half", resume=True) == 0, place.errors("half")
+    for ours, theirs in zip(weights(one), weights(place.folder / "half"), strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.extended
+def test_hosts_started_with_different_settings_are_told_which(place):
+    program = "import os, sys; from locojax.cli import main; "
+    program += "sys.exit(main(['train', *sys.argv[1:], 'run.seed=' + os.environ['LOCOJAX_HOST_ID']]))"
+    assert place.launched(2, "different", program=("-c", program)) == 2
+    assert "Hosts 1 and 0 were started with different settings: run.seed" in place.errors("different")
