@@ -63,6 +63,29 @@ def test_several_iterations_a_call_change_nothing():
     assert_same(lockstep(SMALL).generate(requests), engine().generate(requests))
 
 
+def test_rows_that_are_kept_are_those_that_would_be_made(monkeypatch):
+    """In every iteration in which nobody came or went."""
+    made, kept = lockstep(SMALL), []
+    plain = made._rows
+
+    def both(hosts):
+        found, before = plain(hosts), made._kept
+        if before is not None and found is before.rows:
+            made._kept = None
+            for rows, expected in zip(found, plain(hosts), strict=True):
+                live = expected.alive
+                for ours, theirs in zip(jax.tree.leaves(rows), jax.tree.leaves(expected), strict=True):
+                    assert ours.dtype == theirs.dtype
+                    of_rows = ours.shape[:1] == live.shape
+                    np.testing.assert_array_equal(ours[live] if of_rows else ours, theirs[live] if of_rows else theirs)
+            kept.append(len(hosts))
+        return found
+
+    monkeypatch.setattr(made, "_rows", both)
+    made.generate(batch(5, top_p=0.9, stop=(), max_tokens=20))
+    assert kept
+
+
 def test_more_samples_than_slots():
     settings = dataclasses.replace(ONE, max_slots=4)
     requests = batch(6, num_samples=5, max_tokens=9)

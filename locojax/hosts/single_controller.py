@@ -129,8 +129,7 @@ class SingleGeneration(Generation):
         """What the head generates for all prompts, handed out as the hosts share them."""
         group, orders = self._lockstep.group, self._lockstep.orders
         if not self._is_head:
-            with self._timer.phase("decode"):
-                return Generated(*self._lockstep.follow(self._timer))
+            return Generated(*self._lockstep.follow(self._timer))
         try:
             generated = generate()
         except KeyboardInterrupt:

@@ -27,6 +27,8 @@ class Orders:
 
     def __init__(self, group: Group):
         self._group = group
+        # What an earlier run of these hosts left unheard has another number; all hosts count alike.
+        self._folder = f"{_FOLDER}/{group.num_meetings}"
         self._wave, self._num_orders = 0, 0
 
     @contextlib.contextmanager
@@ -65,7 +67,7 @@ class Orders:
     def _next_wave(self) -> None:
         # All heard the end of the wave before the last: the hosts have met since.
         if self._group.is_first and self._wave > 1 and self._board is not None:
-            self._board.forget(f"{_FOLDER}/{self._wave - 2}")
+            self._board.forget(f"{self._folder}/{self._wave - 2}")
         self._wave, self._num_orders = self._wave + 1, 0
 
     def _put(self, order: Any) -> None:
@@ -80,4 +82,4 @@ class Orders:
         return order
 
     def _key(self) -> str:
-        return f"{_FOLDER}/{self._wave}/{self._num_orders}"
+        return f"{self._folder}/{self._wave}/{self._num_orders}"

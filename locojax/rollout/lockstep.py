@@ -138,6 +138,31 @@ class Rehearsal:
             self._lanes.prepare(key)
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The rows of an iteration that has run, ready for the next one if the same samples run in it."""
+
+    hosts: list[list[Sample]]
+    shape: Shape
+    rows: list[programs.DecodeRows]
+
+    def fits(self, hosts: list[list[Sample]], shape: Shape, num_stops: int) -> bool:
+        """Whether nobody came or went, and no array was resized."""
+        return self.hosts == hosts and self.shape == shape and self.rows[0].stop_ids.shape[1] == num_stops
+
+
+def advanced(rows: programs.DecodeRows, drawn: Decoded) -> programs.DecodeRows:
+    """The rows after what they drew, as `decode_rows` would make them of their samples."""
+    gained, fresh = drawn.gained, rows.fresh
+    last = gained - fresh  # item 0 of what was drawn is the fresh rows' first token
+    token = np.where(gained > 0, drawn.token[last, np.arange(len(gained))], rows.token)
+    own = rows.own + np.where(fresh, np.maximum(gained - 1, 0), gained)  # the last token isn't stored yet
+    sampler = dataclasses.replace(rows.sampler, position=rows.sampler.position + gained)
+    return dataclasses.replace(
+        rows, token=token, own=own, fresh=fresh & (gained == 0), remaining=rows.remaining - gained, sampler=sampler
+    )
+
+
 class LockstepEngine(Engine):
     """Samples on all hosts at once; see the module's head. Only the head has one; `Engine`'s verbs hold.
 
@@ -164,6 +189,7 @@ class LockstepEngine(Engine):
         self._hosts = Hosts([scheduler_of(memory, settings) for memory in self._memories])
         self._scheduler = self._hosts
         self._shape, self._lost = Shape(), True  # the arrays', of every host; whether they hold nothing of value
+        self._kept: Kept | None = None
 
     def load(self, weights: Params, version: int, adapters: Adapters | None = None, *, interrupt: bool = False) -> None:
         super().load(weights, version, adapters, interrupt=interrupt)
@@ -201,6 +227,8 @@ class LockstepEngine(Engine):
         if not self._hosts.running:
             self._table_width = 1
         plan = self._hosts.schedule()
+        if plan.prompts:
+            self._kept = None
         final = max((s.num_stored + s.remaining for s in self._hosts.running), default=1)
         shape = common_shape(self._memories, self._shape, shrink=plan.shrink, final_capacity=final)
         sources = tuple(memory.take(shape) for memory in self._memories)
@@ -273,6 +301,7 @@ class LockstepEngine(Engine):
         running = [sample for samples in hosts for sample in samples]
         self._num_stops = max(self._num_stops, num_stop_ids(running))
         rows = self._rows(hosts)
+        self._kept = None
         truncates = any(sampling.truncates(sample.request.params) for sample in running)
         key = DecodeKey(self._shape, self._num_stops, self._table_width, truncates)
         # A call of one iteration compares each host's own rows with it, and ends anyway.
@@ -283,13 +312,17 @@ class LockstepEngine(Engine):
         self._stats.decode_seconds += time.perf_counter() - start
         ran = max(int(of_host.num_iterations) for of_host in drawn)
         self._stats.num_iterations += ran
+        self._kept = Kept(hosts, self._shape, list(map(advanced, rows, drawn)))
         for samples, of_host, given in zip(hosts, drawn, rows, strict=True):
             self._stats.row_iterations += int(of_host.gained.sum())
             self._stats.padded_row_iterations += self._shape.rows * (ran + int(given.fresh.any()))
             self._take(samples, of_host)
 
-    def _rows(self, hosts: Sequence[Sequence[Sample]]) -> list[programs.DecodeRows]:
-        """Of each host's samples; all tables as wide as the widest."""
+    def _rows(self, hosts: list[list[Sample]]) -> list[programs.DecodeRows]:
+        """Of each host's samples; all tables as wide as the widest. Where the same samples run as in the last
+        iteration, only what that one changed is written."""
+        if self._kept is not None and self._kept.fits(hosts, self._shape, self._num_stops):
+            return self._kept.rows
         width = self._table_width
         largest = max(min(s.request.num_samples, self.settings.max_slots) for samples in hosts for s in samples)
         while True:
