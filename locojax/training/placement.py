@@ -52,13 +52,21 @@ class Placement(abc.ABC):
         """Accumulators of nothing."""
 
     @abc.abstractmethod
+    def working(self, trainable: Tree) -> Tree:
+        """What is trained, as `accumulate` and `score` read it; made again when it has changed."""
+
+    @abc.abstractmethod
+    def gradient(self, accumulators: Tree) -> Tree:
+        """What the accumulators hold, one leaf for each that is trained."""
+
+    @abc.abstractmethod
     def transposed(self, params: Tree, spec: ProgramSpec) -> dict[str, jax.Array]:
         """See `programs.transposed`."""
 
     @abc.abstractmethod
     def accumulate(
         self,
-        trainable: Tree,
+        working: Tree,
         accumulators: Tree,
         fixed: Fixed,
         batch: MicroBatch,
@@ -71,7 +79,7 @@ class Placement(abc.ABC):
 
     @abc.abstractmethod
     def score(
-        self, trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
+        self, working: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
     ) -> Outputs:
         """See `programs.score`."""
 
@@ -109,12 +117,18 @@ class OneDevice(Placement):
     def zeros_like(self, trainable: Tree) -> Tree:
         return jax.tree.map(jnp.zeros_like, trainable)
 
+    def working(self, trainable: Tree) -> Tree:
+        return trainable
+
+    def gradient(self, accumulators: Tree) -> Tree:
+        return accumulators
+
     def transposed(self, params: Tree, spec: ProgramSpec) -> dict[str, jax.Array]:
         return programs.transposed(params, spec.compute_dtype)
 
     def accumulate(
         self,
-        trainable: Tree,
+        working: Tree,
         accumulators: Tree,
         fixed: Fixed,
         batch: MicroBatch,
@@ -124,13 +138,13 @@ class OneDevice(Placement):
         loss_name: str,
     ) -> tuple[Tree, Outputs]:
         return programs.accumulate(
-            trainable, accumulators, fixed, batch, options, spec=spec, loss_name=loss_name
+            working, accumulators, fixed, batch, options, spec=spec, loss_name=loss_name
         )
 
     def score(
-        self, trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
+        self, working: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
     ) -> Outputs:
-        return programs.score(trainable, fixed, batch, options, spec=spec, loss_name=loss_name)
+        return programs.score(working, fixed, batch, options, spec=spec, loss_name=loss_name)
 
     def update(
         self, trainable: Tree, optimizer: optax.ScaleByAdamState, accumulators: Tree, hyper: Hyper

@@ -1,8 +1,8 @@
 """The trainer's programs over a mesh of devices, of one process or many (see `models.sharding`).
 
-Each device runs `programs.loss_and_outputs` on its own rows, with weights that it makes whole from all devices' parts;
-the gradient is summed over the devices, each of which keeps its part. The programs are manual over the fsdp axis, so
-that what is sent, and when, is written here; the tensor axis is left to the compiler.
+Each device runs `programs.loss_and_outputs` on its own rows, with weights made whole from all devices' parts; the
+gradient is summed over the devices, each of which updates its part of the masters. The programs are manual over the
+fsdp axis, so that what is sent, and when, is written here; the tensor axis is left to the compiler.
 
 A micro-batch holds `rows` rows for each device of the fsdp axis, so losses are sums over more rows and nothing else
 changes. Every program is built from shapes: `abstract_state` and `abstract_batch` give its arguments without data.
@@ -11,13 +11,12 @@ changes. Every program is built from shapes: `abstract_state` and `abstract_batc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -30,12 +29,16 @@ from locojax.models.sharding import FSDP
 from locojax.models.spec import Parameter, parameters
 from locojax.training import programs
 from locojax.training.losses import LOSSES, Options
-from locojax.training.placement import Placement
 from locojax.training.programs import Fixed, Hyper, MicroBatch, Outputs, ProgramSpec, Tree, Updated, Whole
 
-Gather = Literal["layer", "program"]
-"""When a program makes weights whole. `layer`: one layer at a time, again in the backward pass; the least memory.
-`program`: all of them before the first layer; what isn't trained is whole on every device to begin with."""
+Gather = Literal["layer", "step"]
+"""When weights are made whole, and the gradient summed. Masters and Adam's state are split over the devices either way.
+
+`layer`: in every micro-batch, one layer at a time, forward and again backward; all else a device holds is its part.
+`step`: once an optimizer step: between two of them each device keeps the whole weights, in the compute dtype, and the
+sum of its own rows' gradients; a base that isn't trained is whole to begin with. Two copies of the model more on every
+device, and what is sent no longer grows with the number of micro-batches.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +50,34 @@ class Over:
 
 
 class Partitions(NamedTuple):
-    """Trees of `PartitionSpec`: of what is trained, of the model's weights that are read only, of their transposes."""
+    """Trees of `PartitionSpec`.
+
+    Attributes:
+      trainable: of the masters, and of Adam's moments.
+      working: of what is trained, as programs read it. accumulators: of the gradient so far; in `step`, one from each
+        device, along a leading axis.
+      base: of the model's weights that are read only. transposes: of the layers' transposed weights.
+    """
 
     trainable: Tree
+    working: Tree
+    accumulators: Tree
     base: Tree
     transposes: dict[str, PartitionSpec]
 
 
 def partitions(spec: ProgramSpec, over: Over) -> Partitions:
     """Where the parameters of the model, and of the adapter that is trained, go."""
-    model = sharding.partitions(parameters(spec.model), spec.model, over.mesh)
-    trainable = model
+    base = sharding.partitions(parameters(spec.model), spec.model, over.mesh)
+    trainable = base
     if spec.lora is not None:
         trainable = sharding.partitions(adapter_parameters(spec.model, spec.lora), spec.model, over.mesh)
-    base = jax.tree.map(sharding.without_fsdp, model) if over.gather == "program" else model
+    working = accumulators = trainable
+    if over.gather == "step":
+        base, working = (jax.tree.map(sharding.without_fsdp, tree) for tree in (base, trainable))
+        accumulators = jax.tree.map(lambda of: PartitionSpec(FSDP, *of), working)
     transposes = {name + TRANSPOSED: _swapped(of) for name, of in base["layers"].items() if len(of) == 3}
-    return Partitions(trainable, base, transposes)
+    return Partitions(trainable, working, accumulators, base, transposes)
 
 
 def _swapped(of: PartitionSpec) -> PartitionSpec:
@@ -83,37 +98,69 @@ def _manual(of: Tree) -> Tree:
     return jax.tree.map(sharding.only_fsdp, of)
 
 
-def _whole(spec: ProgramSpec, own: Partitions, over: Over) -> Whole:
-    """How the programs below make weights whole, in the compute dtype; adapters, which are small, in fp32."""
-    dtype = jnp.dtype(spec.compute_dtype)
+def _made_whole(tree: Tree, of: Tree, dtype: DTypeLike | None = None, *, axes_gone: int = 0) -> Tree:
+    """Inside a program that is manual over fsdp. dtype: None: each leaf's own. axes_gone: leading ones, sliced off."""
 
-    def made_whole(tree: Tree, of: Tree, axes_gone: int = 0, to: DTypeLike | None = None) -> Tree:
-        def one(leaf: Array, partition: PartitionSpec) -> Array:
-            dimension = sharding.fsdp_dimension(partition) - axes_gone
-            return leaf if dimension < 0 else sharding.whole(leaf, dimension, to or dtype)
+    def one(leaf: Array, partition: PartitionSpec) -> Array:
+        dimension = sharding.fsdp_dimension(partition) - axes_gone
+        return leaf if dimension < 0 else sharding.whole(leaf, dimension, dtype or leaf.dtype)
 
-        return jax.tree.map(one, tree, of)
+    return jax.tree.map(one, tree, of)
 
-    def model_first(params: Tree, of: Tree) -> Tree:
-        if over.gather == "program":
-            return made_whole(params, of)
-        outside = {name: made_whole(leaf, of[name]) for name, leaf in params.items() if name != "layers"}
-        return {**outside, "layers": params["layers"]}
+
+def _model_whole(params: Tree, of: Tree, dtype: DTypeLike, *, layers: bool) -> Tree:
+    """A model's weights made whole; not its layers, unless asked for.
+
+    The embedding keeps its dtype: what tokens that occur often add to its gradient would be lost in bf16.
+    """
+    outside = {
+        name: _made_whole(leaf, of[name], None if name == "embed" else dtype)
+        for name, leaf in params.items()
+        if name != "layers"
+    }
+    return {**outside, "layers": _made_whole(params["layers"], of["layers"], dtype) if layers else params["layers"]}
+
+
+def _layerwise(spec: ProgramSpec, own: Partitions) -> Whole:
+    """How a program makes weights whole that come to it in parts."""
 
     def first(trainable: Tree, fixed: Fixed) -> tuple[Tree, Fixed]:
-        if spec.lora is not None:
-            trainable = made_whole(trainable, own.trainable, to=jnp.float32)
+        if spec.lora is not None:  # adapters are small
+            trainable = _made_whole(trainable, own.trainable)
         if fixed.base is not None:
-            return trainable, fixed._replace(base=model_first(fixed.base, own.base))
-        return model_first(trainable, own.trainable), fixed
+            return trainable, fixed._replace(base=_model_whole(fixed.base, own.base, spec.compute_dtype, layers=False))
+        return _model_whole(trainable, own.trainable, spec.compute_dtype, layers=False), fixed
 
     def layer(weights: Tree) -> Tree:
-        if over.gather == "program":
-            return weights
-        of = {**own.base["layers"], **own.transposes}  # of the trained model's layers too: the same in this mode
-        return made_whole(weights, {name: of[name] for name in weights}, axes_gone=1)
+        of = {**own.base["layers"], **own.transposes}  # of trained layers too: in this mode theirs are the same
+        return _made_whole(weights, {name: of[name] for name in weights}, spec.compute_dtype, axes_gone=1)
 
     return Whole(first, layer)
+
+
+@partial(jax.jit, static_argnames=("spec", "over"))
+def working(trainable: Tree, *, spec: ProgramSpec, over: Over) -> Tree:
+    """For `step`: the masters whole on every device, matrices in the compute dtype; adapters in fp32."""
+    own = partitions(spec, over)
+
+    def part(trainable: Tree) -> Tree:
+        if spec.lora is not None:
+            return _made_whole(trainable, own.trainable)
+        return _model_whole(trainable, own.trainable, spec.compute_dtype, layers=True)
+
+    made = _mapped(part, over, (_manual(own.trainable),), _manual(own.working))(trainable)
+    return _constrained(made, own.working, over)
+
+
+def _mapped(part: Callable[..., Any], over: Over, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
+    return jax.shard_map(
+        part,
+        mesh=over.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={FSDP},
+        check_vma=False,  # the loss's loops begin with constants, and differ in length between devices
+    )
 
 
 def _fixed_partitions(fixed: Fixed, own: Partitions) -> Fixed:
@@ -121,13 +168,26 @@ def _fixed_partitions(fixed: Fixed, own: Partitions) -> Fixed:
     return Fixed(None if fixed.base is None else own.base, of)
 
 
-def _summed(gradient: Tree, of: Tree) -> Tree:
-    """The gradient of leaves that every device has whole, over all rows; the others' is summed by `sharding.whole`."""
-    leaves, treedef = jax.tree.flatten(gradient)
-    replicated = [sharding.fsdp_dimension(partition) < 0 for partition in jax.tree.leaves(of)]
-    sums = iter(jax.lax.psum([leaf for leaf, is_one in zip(leaves, replicated, strict=True) if is_one], FSDP))
-    summed = [next(sums) if is_one else leaf for leaf, is_one in zip(leaves, replicated, strict=True)]
-    return jax.tree.unflatten(treedef, summed)
+def _summed(gradient: Tree, of: Tree, *, parts_too: bool) -> Tree:
+    """Each device's part of the gradient's sum over devices. parts_too False: only of leaves that are whole on every
+    device; where a weight was made whole from parts, the sum came with it."""
+    leaves, places = jax.tree.leaves(gradient), [sharding.fsdp_dimension(part) for part in jax.tree.leaves(of)]
+    replicated = [leaf for leaf, place in zip(leaves, places, strict=True) if place < 0]
+    sums = iter(jax.lax.psum(replicated, FSDP))
+
+    def one(leaf: Array, place: int) -> Array:
+        if place < 0:
+            return next(sums)
+        return jax.lax.psum_scatter(leaf, FSDP, scatter_dimension=place, tiled=True) if parts_too else leaf
+
+    summed = [one(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(gradient), summed)
+
+
+def _metrics_summed(metrics: Mapping[str, Array]) -> dict[str, Array]:
+    """f32[] each, over all devices; in one message."""
+    total = jax.lax.psum(jnp.stack([value.astype(jnp.float32) for value in metrics.values()]), FSDP)
+    return dict(zip(metrics, total, strict=True))
 
 
 def _of_outputs(metrics: Any) -> Outputs:
@@ -142,7 +202,7 @@ def _constrained_outputs(outputs: Outputs, over: Over) -> Outputs:
 
 @partial(jax.jit, static_argnames=("spec", "loss_name", "over"), donate_argnames=("accumulators",))
 def accumulate(
-    trainable: Tree,
+    working: Tree,
     accumulators: Tree,
     fixed: Fixed,
     batch: MicroBatch,
@@ -154,50 +214,57 @@ def accumulate(
 ) -> tuple[Tree, Outputs]:
     """As `programs.accumulate`; batch is global, and so are its outputs and metrics."""
     own = partitions(spec, over)
-    whole = _whole(spec, own, over)
+    whole = None if over.gather == "step" else _layerwise(spec, own)
 
-    def part(trainable: Tree, accumulators: Tree, fixed: Fixed, batch: MicroBatch, options: Options):
+    def part(working: Tree, accumulators: Tree, fixed: Fixed, batch: MicroBatch, options: Options):
         def loss(weights: Tree) -> tuple[Array, Outputs]:
             return programs.loss_and_outputs(spec, loss_name, weights, fixed, batch, options, whole)
 
-        gradient, outputs = jax.grad(loss, has_aux=True)(trainable)
-        total = jax.tree.map(jnp.add, accumulators, _summed(gradient, own.trainable))
-        return total, outputs._replace(metrics=jax.lax.psum(outputs.metrics, FSDP))
+        gradient, outputs = jax.grad(loss, has_aux=True)(working)
+        if over.gather == "step":
+            gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32)[None], gradient)
+        else:
+            gradient = _summed(gradient, own.trainable, parts_too=False)
+        total = jax.tree.map(jnp.add, accumulators, gradient)
+        return total, outputs._replace(metrics=_metrics_summed(outputs.metrics))
 
-    weights, rest = _manual(own.trainable), _manual(_fixed_partitions(fixed, own))
-    accumulators, outputs = jax.shard_map(
-        part,
-        mesh=over.mesh,
-        in_specs=(weights, weights, rest, PartitionSpec(FSDP), PartitionSpec()),
-        out_specs=(weights, _of_outputs(PartitionSpec())),
-        axis_names={FSDP},
-        check_vma=False,  # the loss's loops begin with constants, and differ in length between devices
-    )(trainable, accumulators, fixed, batch, options)
-    return _constrained(accumulators, own.trainable, over), _constrained_outputs(outputs, over)
+    sums, rest = _manual(own.accumulators), _manual(_fixed_partitions(fixed, own))
+    in_specs = (_manual(own.working), sums, rest, PartitionSpec(FSDP), PartitionSpec())
+    mapped = _mapped(part, over, in_specs, (sums, _of_outputs(PartitionSpec())))
+    accumulators, outputs = mapped(working, accumulators, fixed, batch, options)
+    return _constrained(accumulators, own.accumulators, over), _constrained_outputs(outputs, over)
 
 
 @partial(jax.jit, static_argnames=("spec", "loss_name", "over"))
 def score(
-    trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str, over: Over
+    working: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str, over: Over
 ) -> Outputs:
-    """As `accumulate`, without a gradient. trainable: empty where `fixed.base` is the policy itself."""
+    """As `accumulate`, without a gradient. working: empty where `fixed.base` is the policy itself."""
     own = partitions(spec, over)
-    whole = _whole(spec, own, over)
+    whole = None if over.gather == "step" else _layerwise(spec, own)
 
-    def part(trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options) -> Outputs:
-        outputs = programs.loss_and_outputs(spec, loss_name, trainable, fixed, batch, options, whole)[1]
-        return outputs._replace(metrics=jax.lax.psum(outputs.metrics, FSDP))
+    def part(working: Tree, fixed: Fixed, batch: MicroBatch, options: Options) -> Outputs:
+        outputs = programs.loss_and_outputs(spec, loss_name, working, fixed, batch, options, whole)[1]
+        return outputs._replace(metrics=_metrics_summed(outputs.metrics))
 
-    weights, rest = _manual(own.trainable), _manual(_fixed_partitions(fixed, own))
-    outputs = jax.shard_map(
-        part,
-        mesh=over.mesh,
-        in_specs=(weights if trainable else {}, rest, PartitionSpec(FSDP), PartitionSpec()),
-        out_specs=_of_outputs(PartitionSpec()),
-        axis_names={FSDP},
-        check_vma=False,
-    )(trainable, fixed, batch, options)
+    weights, rest = _manual(own.working) if working else {}, _manual(_fixed_partitions(fixed, own))
+    in_specs = (weights, rest, PartitionSpec(FSDP), PartitionSpec())
+    outputs = _mapped(part, over, in_specs, _of_outputs(PartitionSpec()))(working, fixed, batch, options)
     return _constrained_outputs(outputs, over)
+
+
+@partial(jax.jit, static_argnames=("spec", "over"))
+def gradient(accumulators: Tree, *, spec: ProgramSpec, over: Over) -> Tree:
+    """The accumulated gradient over all rows, each device holding what it updates."""
+    own = partitions(spec, over)
+    if over.gather == "layer":
+        return _constrained(accumulators, own.trainable, over)
+
+    def part(accumulators: Tree) -> Tree:
+        return _summed(jax.tree.map(lambda leaf: leaf[0], accumulators), own.trainable, parts_too=True)
+
+    mapped = _mapped(part, over, (_manual(own.accumulators),), _manual(own.trainable))
+    return _constrained(mapped(accumulators), own.trainable, over)
 
 
 @partial(
@@ -213,26 +280,27 @@ def update(
     over: Over,
 ) -> Updated:
     """As `programs.update`, each device on its part."""
-    updated = programs.update(trainable, optimizer, accumulators, hyper)
-    of, everywhere = partitions(spec, over).trainable, _everywhere()
-    return _constrained(
-        updated, Updated(of, optax.ScaleByAdamState(everywhere, of, of), of, everywhere, everywhere), over
-    )
+    updated = programs.update(trainable, optimizer, gradient(accumulators, spec=spec, over=over), hyper)
+    updated = updated._replace(accumulators=jax.tree.map(jnp.zeros_like, accumulators))
+    own, everywhere = partitions(spec, over), _everywhere()
+    moments = optax.ScaleByAdamState(everywhere, own.trainable, own.trainable)
+    return _constrained(updated, Updated(own.trainable, moments, own.accumulators, everywhere, everywhere), over)
 
 
 @partial(jax.jit, static_argnames=("spec", "over"))
 def transposed(params: Tree, *, spec: ProgramSpec, over: Over) -> dict[str, Array]:
-    """As `programs.transposed`, of the trained weights or of a base that is read only."""
+    """As `programs.transposed`, of the weights that programs read, or of a base."""
     own = partitions(spec, over)
-    cast = jax.tree.map(lambda leaf: leaf.astype(spec.compute_dtype), params["layers"])
-    made = programs.transposed({"layers": cast}, spec.compute_dtype)
+    made = programs.transposed(params, spec.compute_dtype)
     return _constrained(made, {name: own.transposes[name] for name in made}, over)
 
 
 @partial(jax.jit, static_argnames=("spec", "over"))
 def zeros(trainable: Tree, *, spec: ProgramSpec, over: Over) -> Tree:
     """Accumulators of nothing."""
-    return _constrained(jax.tree.map(jnp.zeros_like, trainable), partitions(spec, over).trainable, over)
+    leading = (over.mesh.shape[FSDP],) if over.gather == "step" else ()
+    nothing = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), trainable)
+    return _constrained(nothing, partitions(spec, over).accumulators, over)
 
 
 @partial(jax.jit, static_argnames=("spec", "over"))
@@ -246,6 +314,7 @@ class AbstractState(NamedTuple):
     """Shapes, dtypes and shardings of what a trainer holds; for compiling its programs without data."""
 
     trainable: Tree
+    working: Tree
     accumulators: Tree
     optimizer: optax.ScaleByAdamState
     fixed: Fixed
@@ -263,16 +332,26 @@ def abstract_state(spec: ProgramSpec, over: Over, *, keep_transposes: bool) -> A
 
     declared = model if spec.lora is None else adapter_parameters(spec.model, spec.lora)
     trainable = like(declared, own.trainable, jnp.float32)
+    read = trainable
+    if over.gather == "step":
+        read = jax.tree.map(
+            lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(over.mesh, of)),
+            working.eval_shape(trainable, spec=spec, over=over),
+            own.working,
+        )
+    leading = (over.mesh.shape[FSDP],) if over.gather == "step" else ()
+    accumulated = jax.tree.map(lambda part: Parameter((*leading, *part.shape), part.axes), declared)
     base = None if spec.lora is None else like(model, own.base, spec.compute_dtype)
-    transposes = {}
-    for name, parameter in model["layers"].items():
-        if keep_transposes and len(parameter.shape) == 3:
-            shape = (parameter.shape[0], parameter.shape[2], parameter.shape[1])
-            transposes[name + TRANSPOSED] = Parameter(shape, parameter.axes)
+    matrices = {name: part for name, part in model["layers"].items() if keep_transposes and len(part.shape) == 3}
+    transposes = {
+        name + TRANSPOSED: Parameter((part.shape[0], part.shape[2], part.shape[1]), part.axes)
+        for name, part in matrices.items()
+    }
     count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(over.mesh, PartitionSpec()))
     return AbstractState(
         trainable,
-        trainable,
+        read,
+        like(accumulated, own.accumulators, jnp.float32),
         optax.ScaleByAdamState(count, trainable, trainable),
         Fixed(base, {name: like(part, own.transposes[name], spec.compute_dtype) for name, part in transposes.items()}),
     )
@@ -302,99 +381,3 @@ def abstract_batch(
         reads=like(jnp.bool_),
         inputs={name: like(jnp.float32, *trailing) for name in inputs},
     )
-
-
-class OverMesh(Placement):
-    """The `Placement` of a trainer over a mesh.
-
-    Raises:
-      ConfigError: the mesh doesn't divide the model.
-    """
-
-    def __init__(self, spec: ProgramSpec, over: Over):
-        sharding.check_divides(spec.model, over.mesh)
-        self._spec, self._over = spec, over
-        self._partitions = partitions(spec, over)
-        self.num_local_shards, self.num_shards = sharding.num_local_shards(over.mesh), over.mesh.shape[FSDP]
-
-    def trainable(self, tree: Tree) -> Tree:
-        return self._placed(tree, self._partitions.trainable, jnp.float32)
-
-    def base(self, tree: Tree, dtype: DTypeLike) -> Tree:
-        return self._placed(tree, self._partitions.base, dtype)
-
-    def optimizer(self, state: Mapping[str, Any]) -> optax.ScaleByAdamState:
-        moments = {name: self.trainable(state[name]) for name in ("mu", "nu")}
-        return optax.ScaleByAdamState(count=self._placed(state["count"], PartitionSpec(), jnp.int32), **moments)
-
-    def new_optimizer(self, trainable: Tree) -> optax.ScaleByAdamState:
-        return new_optimizer(trainable, spec=self._spec, over=self._over)
-
-    def copied(self, tree: Tree) -> Tree:
-        return jax.tree.map(lambda leaf: sharding.copied_to(leaf, leaf.sharding, leaf.dtype), tree)
-
-    def zeros_like(self, trainable: Tree) -> Tree:
-        return zeros(trainable, spec=self._spec, over=self._over)
-
-    def transposed(self, params: Tree, spec: ProgramSpec) -> dict[str, Array]:
-        return transposed({"layers": params["layers"]}, spec=spec, over=self._over)
-
-    def accumulate(
-        self,
-        trainable: Tree,
-        accumulators: Tree,
-        fixed: Fixed,
-        batch: MicroBatch,
-        options: Options,
-        *,
-        spec: ProgramSpec,
-        loss_name: str,
-    ) -> tuple[Tree, Outputs]:
-        rows = self._rows(batch)
-        return accumulate(
-            trainable, accumulators, fixed, rows, options, spec=spec, loss_name=loss_name, over=self._over
-        )
-
-    def score(
-        self, trainable: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
-    ) -> Outputs:
-        rows = self._rows(batch)
-        return score(trainable, fixed, rows, options, spec=spec, loss_name=loss_name, over=self._over)
-
-    def update(
-        self, trainable: Tree, optimizer: optax.ScaleByAdamState, accumulators: Tree, hyper: Hyper
-    ) -> Updated:
-        return update(trainable, optimizer, accumulators, hyper, spec=self._spec, over=self._over)
-
-    def fetch(self, outputs: Sequence[Outputs]) -> list[Outputs]:
-        def metric(value: Array) -> np.ndarray:
-            return np.asarray(value.addressable_data(0))
-
-        return [
-            Outputs(
-                _local_rows(output.logprobs),
-                _local_rows(output.elementwise),
-                _local_rows(output.entropy),
-                jax.tree.map(metric, output.metrics),
-            )
-            for output in outputs
-        ]
-
-    def _placed(self, tree: Tree, of: Tree, dtype: DTypeLike) -> Tree:
-        places = sharding.shardings(of, self._over.mesh)
-        return jax.tree.map(lambda leaf, place: sharding.placed(leaf, place, dtype), tree, places)
-
-    def _rows(self, batch: MicroBatch) -> MicroBatch:
-        place = NamedSharding(self._over.mesh, PartitionSpec(FSDP))
-        return jax.tree.map(
-            lambda local: jax.make_array_from_process_local_data(
-                place, local, (local.shape[0] // self.num_local_shards * self.num_shards, *local.shape[1:])
-            ),
-            batch,
-        )
-
-
-def _local_rows(array: Any) -> Any:
-    """This process's part of an array that is split over fsdp along its first axis, and replicated over tensor."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])

@@ -36,11 +36,12 @@ from locojax.training.agreement import Agree, Counts, agreed
 from locojax.training.inputs import Checked, check_data
 from locojax.training.losses import Loss, LossConfig, Options, find_loss, read_options
 from locojax.training.microbatch import Score, assemble, micro_batches
+from locojax.training.over_mesh import OverMesh
 from locojax.training.placement import OneDevice, Placement
 from locojax.training.plan import Plan, planned, replanned
 from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, MicroBatch, ProgramSpec, Tree
-from locojax.training.sharded import Gather, Over, OverMesh
+from locojax.training.sharded import Gather, Over
 from locojax.types import AdamParams, Datum, ForwardBackwardResult, OptimStepResult
 
 What = Literal["gradient", "forward", "reference"]
@@ -65,8 +66,8 @@ class TrainerSettings:
       keep_reference: keep the first weights, in the compute dtype, for `Trainer.reference_logprobs`.
       keep_transposes: keep the layers' weights transposed as well, for the backward pass: on CPU it runs up to twice as
         fast for the memory of one more copy in the compute dtype. auto: on CPU only.
-      gather: over a mesh, when weights are made whole; see `sharded.Gather`. auto: `program` on CPU, whose memory is
-        large and whose network is slow; else `layer`.
+      gather: over a mesh, when weights are made whole; see `sharded.Gather`. auto: `step` on CPU, whose memory is large
+        and whose network is slow; else `layer`.
     """
 
     row_tokens: int
@@ -90,8 +91,8 @@ class TrainerSettings:
             raise ConfigError(
                 f"Unknown compute dtype {self.compute_dtype!r}", expected="auto, float32 or bfloat16"
             )
-        if self.gather not in ("auto", "layer", "program"):
-            raise ConfigError(f"Unknown gather {self.gather!r}", expected="auto, layer or program")
+        if self.gather not in ("auto", "layer", "step"):
+            raise ConfigError(f"Unknown gather {self.gather!r}", expected="auto, layer or step")
 
 
 class Trainer:
@@ -147,7 +148,8 @@ class Trainer:
         self._optimizer = self._placement.new_optimizer(self._trainable)
         keep = settings.keep_transposes
         self._keep_transposes = jax.default_backend() == "cpu" if keep == "auto" else keep
-        self._transposes: Mapping[str, jax.Array] | None = None  # None: not made yet, or of older weights
+        self._working: Tree = None  # None: not made yet, or of older weights; so too the transposes
+        self._transposes: Mapping[str, jax.Array] | None = None
         self._accumulators: Tree = None  # None: nothing accumulated, and no memory taken
         self._num_accumulated = 0  # tokens whose loss is in the accumulators
 
@@ -168,8 +170,8 @@ class Trainer:
 
     @property
     def accumulated_gradient(self) -> Tree:
-        """The sum added since the last `optim_step`, fp32; None if nothing was."""
-        return self._accumulators
+        """The sum added since the last `optim_step`, fp32; None if nothing was. Over a mesh, a call for all hosts."""
+        return None if self._accumulators is None else self._placement.gradient(self._accumulators)
 
     def forward_backward(
         self,
@@ -375,21 +377,24 @@ class Trainer:
             base = self._frozen if self._reference is None else self._reference
             spec = dataclasses.replace(spec, lora=None)
             return on.score({}, Fixed(base, {}), batch, options, spec=spec, loss_name=loss.name)
+        if self._working is None:
+            self._working = on.working(self._trainable)
         if what == "forward":
             fixed = Fixed(self._frozen, {})
-            return on.score(self._trainable, fixed, batch, options, spec=spec, loss_name=loss.name)
+            return on.score(self._working, fixed, batch, options, spec=spec, loss_name=loss.name)
         if self._accumulators is None:
             self._accumulators = on.zeros_like(self._trainable)
         if self._transposes is None:
-            weights = self._trainable if self.lora is None else self._frozen
+            weights = self._working if self.lora is None else self._frozen
             self._transposes = on.transposed(weights, spec) if self._keep_transposes else {}
         fixed = Fixed(self._frozen, self._transposes)
         self._accumulators, outputs = on.accumulate(
-            self._trainable, self._accumulators, fixed, batch, options, spec=spec, loss_name=loss.name
+            self._working, self._accumulators, fixed, batch, options, spec=spec, loss_name=loss.name
         )
         return outputs
 
     def _weights_changed(self) -> None:
+        self._working = None
         if self.lora is None:  # LoRA's base, whose transposes these are, never changes
             self._transposes = None
 
@@ -403,7 +408,7 @@ def _placement(program: ProgramSpec, settings: TrainerSettings, mesh: Mesh | Non
         return OneDevice()
     gather = settings.gather
     if gather == "auto":
-        gather = "program" if mesh.devices.flat[0].platform == "cpu" else "layer"
+        gather = "step" if mesh.devices.flat[0].platform == "cpu" else "layer"
     return OverMesh(program, Over(mesh, gather))
 
 
