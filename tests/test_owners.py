@@ -141,6 +141,7 @@ def test_owners_outlive_a_restart_and_keys_of_one_name_are_one_owners(tmp_path):
                     asked = {"tinker_path": hers.weights}
                     assert (await client.post("/api/v1/weights_info", json=asked)).status_code == status
                     assert (await client.get(f"/api/v1/sessions/{hers.session}")).status_code == status
+                assert (await bob.get("/api/v1/auth/apikey/me")).json()["name"] == "bob"
 
     asyncio.run(body())
 

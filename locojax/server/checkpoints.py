@@ -11,13 +11,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import hmac
+import json
 import pathlib
 import shutil
 import urllib.parse
 import uuid
 from collections.abc import Mapping
+from typing import Any
 
 from locojax.server.service_errors import ServiceError
+from locojax.types import PEFT_FILES
 
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The segment of a tinker:// path -> `checkpoint_type`."""
@@ -157,6 +160,24 @@ class CheckpointFiles:
             # The engine, which may have lived on, writes `.<name>.<random>.unfinished` and renames it at last.
             if left.name.lstrip(".").partition(".")[0] not in kept:
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def read_peft(directory: pathlib.Path) -> dict[str, Any]:
+    """What a PEFT directory says of its adapter: `r`, `target_modules`, and `digest` of its files. ServiceError 400."""
+    digest = hashlib.sha256()
+    try:
+        for file in PEFT_FILES:
+            digest.update((directory / file).read_bytes())
+        found = json.loads((directory / PEFT_FILES[0]).read_text(encoding="utf-8"))
+        rank, modules = int(found["r"]), found["target_modules"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ServiceError(
+            400,
+            f"{directory} holds no PEFT adapter: {error}",
+            expected=f"{PEFT_FILES[0]} with r and target_modules, and {PEFT_FILES[1]} beside it",
+        ) from error
+    modules = [modules] if isinstance(modules, str) else list(modules)
+    return {"r": rank, "target_modules": modules, "digest": digest.hexdigest()[:32]}
 
 
 def size_of(directory: pathlib.Path) -> int:

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 from fastapi import Query, Request, Response
 
-from locojax.server import requests
+from locojax.server import callers, requests
 from locojax.server.routes_base import TableRoutes, Workers, answer
 from locojax.server.service import Service
 from locojax.server.service_errors import ServiceError
+from locojax.server.sessions import OWNER
 
 CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False,
@@ -88,7 +89,8 @@ class SessionRoutes(TableRoutes):
     async def own_key(self) -> Response:
         """`tinker auth login` asks whether its key is good; that it came here says so."""
         details: dict[str, dict[str, str]] = {"org_details": {}, "user_details": {}}
-        return answer({"key_id": 0, "name": "local", "note": "a key of this LoCoJAX server", "details": details})
+        name = callers.owner() or OWNER
+        return answer({"key_id": 0, "name": name, "note": "a key of this LoCoJAX server", "details": details})
 
     async def forget_key(self) -> Response:
         return answer()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import pathlib
 import time
 import uuid
@@ -14,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from locojax.server import callers
-from locojax.server.checkpoints import KINDS, CheckpointFiles, TinkerPath, UrlSigner, checked_ttl
+from locojax.server.checkpoints import KINDS, CheckpointFiles, TinkerPath, UrlSigner, checked_ttl, read_peft
 from locojax.server.service_errors import ServiceError
 from locojax.server.service_names import ModelNames, digest_of
 from locojax.server.service_settings import ServiceSettings
@@ -180,7 +178,7 @@ class CheckpointDesk:
         Imported again, the same files have the same path. Only the adapter's description is read here; the engine
         checks the weights when they are used.
         """
-        adapter = await asyncio.to_thread(_read_peft, pathlib.Path(directory))
+        adapter = await asyncio.to_thread(read_peft, pathlib.Path(directory))
         base = self._names.checked(base_model) if base_model else (*self._names.all(), "unknown")[0]
         run_id = f"import-{adapter['digest']}"
         target = TinkerPath(run_id, "sampler_weights", TinkerPath.of(run_id, f"sampler_weights/{name}").name)
@@ -402,20 +400,3 @@ def _gone(path: TinkerPath) -> ServiceError:
     return ServiceError(
         404, f"There is no checkpoint {path}", remedy="It was never saved, was deleted, or its ttl has run out"
     )
-
-
-def _read_peft(directory: pathlib.Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    try:
-        for file in PEFT_FILES:
-            digest.update((directory / file).read_bytes())
-        found = json.loads((directory / PEFT_FILES[0]).read_text(encoding="utf-8"))
-        rank, modules = int(found["r"]), found["target_modules"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ServiceError(
-            400,
-            f"{directory} holds no PEFT adapter: {error}",
-            expected=f"{PEFT_FILES[0]} with r and target_modules, and {PEFT_FILES[1]} beside it",
-        ) from error
-    modules = [modules] if isinstance(modules, str) else list(modules)
-    return {"r": rank, "target_modules": modules, "digest": digest.hexdigest()[:32]}
