@@ -179,3 +179,32 @@ def test_resolve_refuses_what_does_not_fit():
         resolve(config, platform="cpu", model_context=2048, longest_prompt=10)
     with pytest.raises(ConfigError, match=r"'training.row_tokens' is too small .* Got: 32. Expected: at least 74"):
         resolve(load(None, ["training.row_tokens=32"]), platform="cpu", model_context=2048, longest_prompt=10)
+
+
+def resolved_for(hosts: int, devices: int, *arguments: str, platform: str = "cpu") -> Config:
+    return resolve(load(None, arguments), platform=platform, model_context=8192, longest_prompt=100,
+                   num_hosts=hosts, num_devices=devices)  # fmt: skip
+
+
+def test_resolve_knows_the_hosts():
+    """Slots for a host's share of the prompts, and a mesh over all devices; a lone CPU's devices share its cores."""
+    assert resolved_for(1, 4).training.mesh_fsdp == 1 and resolved_for(1, 4, platform="tpu").training.mesh_fsdp == 4
+    assert resolved_for(2, 2).training.mesh_fsdp == 2
+    assert resolved_for(2, 8, "training.mesh_tensor=2").training.mesh_fsdp == 4
+    assert resolved_for(1, 4, "training.mesh_fsdp=2").training.mesh_fsdp == 2
+    slots = [resolved_for(hosts, hosts, "run.prompts_per_step=9").rollout.max_slots for hosts in (1, 2, 4)]
+    assert slots == [128, 64, 32]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "argument", "text"),
+    [
+        (1, 4, "training.mesh_fsdp=8", "Got: 4 devices on 1 host. Expected: at least 8."),
+        (2, 4, "training.mesh_fsdp=2", "Got: 4 devices on 2 hosts. Expected: 2 devices."),
+        (2, 4, "training.mesh_tensor=3", "A mesh of training.mesh_fsdp 1 x training.mesh_tensor 3 does not fit"),
+    ],
+)
+def test_a_mesh_that_does_not_fit(hosts, devices, argument, text):
+    with pytest.raises(ConfigError) as caught:
+        resolved_for(hosts, devices, argument)
+    assert text in str(caught.value)

@@ -9,6 +9,7 @@ import pytest
 
 from locojax.config import Config, load
 from locojax.hosts import learning
+from locojax.hosts.updates import plan_updates
 from locojax.training.aggregation import Totals
 from locojax.types import Completion, Group, Prompt, Reward, Rollout
 
@@ -75,10 +76,39 @@ def test_masked_truncation_is_out_of_sum_and_denominator():
     assert masked.totals.denominator("tokens") == 4 and masked.stats.num_completion_tokens == 8
 
 
-def test_substeps_cut_the_batch_without_loss():
-    data = [object()] * 7
-    assert [len(part) for part in learning.substeps(data, 3)] == [2, 3, 2]  # type: ignore[arg-type]
-    assert [len(part) for part in learning.substeps(data[:1], 3)] == [1]  # type: ignore[arg-type]
+class NoTrainer:
+    """One host plans nothing: there is nobody to tell."""
+
+
+def parts(places: list[int], groups: list[Group], *arguments: str) -> list[list[int]]:
+    """Places in the batch of each part's data."""
+    chosen = config("training.substeps=3", *arguments)
+    lesson = learning.lesson(groups, chosen)
+    found = plan_updates(NoTrainer(), lesson, chosen, places, num_hosts=1)  # type: ignore[arg-type]
+    assert sorted(i for part in found.parts for i in part) == list(range(len(lesson.data)))
+    return [[places[lesson.group_of[i]] for i in part] for part in found.parts]
+
+
+def test_substeps_cut_the_batch_by_prompts_so_that_hosts_cut_it_alike():
+    groups = [group(str(i), [1, 0] if i != 2 else [1, 1], [2, 2]) for i in range(7)]
+    whole = parts(list(range(7)), groups, "run.prompts_per_step=7")
+    assert whole == [[0, 0, 1, 1], [3, 3, 4, 4], [5, 5, 6, 6]]  # prompt 2 taught nothing
+    shared = [parts(mine, [groups[i] for i in mine], "run.prompts_per_step=7") for mine in ([0, 3, 6], [1, 2, 4, 5])]
+    assert [sorted(one + other) for one, other in zip(*shared, strict=True)] == whole
+
+
+def test_placeholders_have_every_input_and_every_token_that_may_come_to_matter():
+    groups = [group("a", [1, 1], [2, 4])]
+    for arguments, name in (
+        (["loss.kl=k1", "loss.kl_coefficient=0.1"], "ref_logprobs"),
+        (["loss.kl=k1", "loss.kl_coefficient=0.1", "loss.kl_in=reward", "loss.tis_cap=2"], "old_logprobs"),
+    ):
+        chosen = config(*arguments)
+        lesson = learning.lesson(groups, chosen)
+        for placeholder, datum in zip(learning.with_placeholders(lesson, chosen), lesson.data, strict=True):
+            assert name in placeholder.inputs and name not in datum.inputs
+            if "loss.kl_in=reward" in arguments:  # equal rewards, but the term will make advantages of them
+                np.testing.assert_array_equal(placeholder.inputs["advantages"] != 0, datum.inputs["weights"] != 0)
 
 
 @pytest.mark.parametrize(
@@ -113,3 +143,11 @@ def test_gap_reads_trained_positions_only():
     trainer = np.array([99.0, -0.5, -0.75], np.float32)  # the first position predicts the prompt
     found = learning.gap([datum], [{"logprobs": trainer}])
     assert found.num_tokens == 2 and found.max == pytest.approx(0.25)
+
+
+def test_gap_leaves_out_tokens_that_the_loss_did_not_read():
+    """A reward at its group's mean has no advantage: the trainer did not score that completion."""
+    data = learning.lesson([group("a", [1, 0, 0.5], [2, 2, 2])], config()).data
+    outputs = [{"logprobs": np.full(3, -0.5, np.float32)}] * 2 + [{"logprobs": np.zeros(3, np.float32)}]
+    found = learning.gap(data, outputs)
+    assert found.num_tokens == 4 and found.max == 0

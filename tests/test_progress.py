@@ -8,7 +8,7 @@ from make_metrics import step_metrics
 from rich.console import Console
 
 from locojax.hosts.metrics import RunResult
-from locojax.hosts.progress import Progress, step_line
+from locojax.hosts.progress import Progress, slow_host, step_line
 
 
 def shown(*, terminal: bool, act) -> str:
@@ -57,3 +57,10 @@ def test_lines():
     assert step_line(step_metrics(9, held_out=0.875), 200).endswith("train 38 %  held-out 0.88")
     assert RunResult(14, 0.05, 1.0, 92.4, "runs/demo").line() == "held-out accuracy 0.05 -> 1.00 in 14 steps, 92 s"
     assert RunResult(3, None, None, 9.6, "runs/demo").line() == "trained 3 steps, 10 s"
+
+
+def test_a_slow_host_is_named_in_the_step_line():
+    assert slow_host([]) is None and slow_host([3.0]) is None and slow_host([2.0, 2.5, 2.1]) is None
+    assert slow_host([1.0, 3.2, 2.1]) == "slowest host 1: 3.2 s, median 2.1 s"
+    line = step_line(step_metrics(0, generate_seconds=(1.0, 3.2, 2.1)), 20)
+    assert line.endswith("slowest host 1: 3.2 s, median 2.1 s")

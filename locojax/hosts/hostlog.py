@@ -64,15 +64,20 @@ class HostLog:
         self._submit(lambda: self._write_step(metrics))
 
     def close(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written; raises what could not be."""
         self._jobs.put(None)
         self._thread.join()
         self._file.close()
+        self._tell()
 
     def _submit(self, job: Callable[[], None]) -> None:
-        if self._error is not None:
-            raise self._error
+        self._tell()
         self._jobs.put(job)
+
+    def _tell(self) -> None:
+        if (error := self._error) is not None:
+            self._error = None  # told once
+            raise error
 
     def _write(self) -> None:
         while (job := self._jobs.get()) is not None:

@@ -66,6 +66,7 @@ class StepMetrics:
         """Reads back what `to_json` wrote. Raises ValueError, TypeError or KeyError if it isn't that."""
         fields: dict[str, Any] = json.loads(line)
         account = fields.pop("account")
+        fields["generate_seconds"] = tuple(fields.get("generate_seconds", ()))
         for field in dataclasses.fields(cls):
             if field.type == "float" and fields.get(field.name, 0.0) is None:
                 fields[field.name] = math.nan
