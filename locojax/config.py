@@ -19,8 +19,8 @@ from locojax.settings import setting
 Auto = Literal["auto"]
 
 LEFT_OPEN = ("rollout.kv_memory_gib", "loss.clip_low", "loss.clip_high", "hosts.distributed")
-"""Settings whose "auto" `resolve` keeps: the engine sees what memory the weights leave, the loss has its own bounds, and
-a resumed run may have other hosts."""
+"""Settings whose "auto" `resolve` keeps: the engine sees what memory the weights leave, the loss has its own bounds,
+and a resumed run may have other hosts."""
 
 T = TypeVar("T")
 

@@ -61,6 +61,7 @@ def test_lines():
 
 def test_a_slow_host_is_named_in_the_step_line():
     assert slow_host([]) is None and slow_host([3.0]) is None and slow_host([2.0, 2.5, 2.1]) is None
+    assert slow_host([0.01, 0.05]) is None  # of a hundredth of a second nobody need hear
     assert slow_host([1.0, 3.2, 2.1]) == "slowest host 1: 3.2 s, median 2.1 s"
     line = step_line(step_metrics(0, generate_seconds=(1.0, 3.2, 2.1)), 20)
     assert line.endswith("slowest host 1: 3.2 s, median 2.1 s")

@@ -14,7 +14,7 @@ from rich.text import Text
 from locojax.hosts.metrics import StepMetrics
 
 _REFRESH_SECONDS = 0.2
-SLOW = 1.3  # times the median: a host that is worth naming
+SLOW, SLOW_SECONDS = 1.3, 0.1  # times the median, and by so much: a host that is worth naming
 
 
 class Progress:
@@ -115,6 +115,6 @@ def slow_host(generate_seconds: Sequence[float]) -> str | None:
     if len(generate_seconds) < 2:
         return None
     slowest, median = max(generate_seconds), statistics.median(generate_seconds)
-    if slowest <= SLOW * median:
+    if slowest <= SLOW * median or slowest - median < SLOW_SECONDS:
         return None
     return f"slowest host {list(generate_seconds).index(slowest)}: {slowest:.1f} s, median {median:.1f} s"
