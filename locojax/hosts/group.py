@@ -206,7 +206,8 @@ class Group:
             return
         with contextlib.suppress(DeadlineError, HostError):
             self.exchange("end", "")
-        self._watchdog.stop("")
+        with contextlib.suppress(RuntimeError):  # the board is gone: host 0 has left already
+            self._watchdog.stop("")
         self._watchdog = None
         coordination.leave()
 

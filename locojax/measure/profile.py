@@ -81,8 +81,12 @@ class Recorder(Timeline):
         with contextlib.ExitStack() as stack:
             folder = self._folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="locojax-")))
             host = folder / f"host{jax.process_index()}"  # several hosts may share the folder
-            with trace.recording(host), trace.marked_step(), super().step(index):
-                yield
+            with trace.recording(host):
+                if jax.process_count() > 1:
+                    # A host whose profiler is slow to start would be waited for in the step.
+                    multihost_utils.sync_global_devices("locojax profile")
+                with trace.marked_step(), super().step(index):
+                    yield
             self._exchange(divide(trace.read(host)))
 
     @contextlib.contextmanager
