@@ -90,7 +90,7 @@ class Group:
                 place.num_hosts,
                 place.rank,
                 seconds=config.deadline_seconds + _LINGER_SECONDS,
-                linger_seconds=2 * config.silence_seconds + _LINGER_SECONDS,
+                linger_seconds=config.silence_seconds + _LINGER_SECONDS,
             )
         except ValueError as error:
             raise ConfigError(
