@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from test_trainer import LORA, SPEC, drawn_params
-from test_trainer_mesh import ADAM, first_share, make_split, rollouts, start_adapter
+from test_trainer_mesh import ADAM, LOSS, first_share, make_split, rollouts, start_adapter
 
 from locojax.models import sharding
 from locojax.models.sharding import MeshSpec, make_mesh
@@ -36,7 +36,7 @@ def main(rank: int, size: int, port: int, out: pathlib.Path, case: str) -> None:
     found = {}
     # Together; then the last host has nothing; then nobody has.
     for name, data in (("both", own), ("first", own if rank < size - 1 else []), ("none", [])):
-        result = trainer.forward_backward(data, "importance_sampling", score="active")
+        result = trainer.forward_backward(data, LOSS[case], score="active")
         gradient = None if name == "none" else sharding.gathered(trainer.accumulated_gradient)
         step = trainer.optim_step(ADAM)
         found[name] = (gradient, result, step.applied)
