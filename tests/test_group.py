@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from locojax.config import HostsConfig
+from locojax.config import HostsConfig, load
 from locojax.errors import ConfigError, DeadlineError, HostError
+from locojax.hosts.colocated import check_same_settings
 from locojax.hosts.group import Group
 from locojax.hosts.place import Place, find_place
 from locojax.hosts.watch import Sign, Wait, Watch
@@ -195,6 +196,22 @@ def test_hosts_that_are_out_of_step_are_told():
     phases = ["agree", "evaluate"]
     with pytest.raises(HostError, match=r"out of step. Got: host 0 in 'agree', host 1 in 'evaluate'"):
         each(groups, lambda group: group.agree(phases[group.rank], [1]))
+    stop(groups)
+
+
+def test_hosts_started_with_different_settings_are_told_which():
+    groups = hosts(3)
+
+    def start(group: Group) -> str:
+        own = [f"run.dir=/host{group.rank}", *(["run.seed=7", "rollout.top_k=3"] if group.rank == 2 else [])]
+        with pytest.raises(ConfigError) as caught:
+            check_same_settings(load(None, own), group)
+        return str(caught.value)
+
+    told = each(groups, start)
+    assert told[0].startswith("Hosts 0 and 2 were started with different settings: rollout.top_k, run.seed.")
+    assert told[2].startswith("Hosts 2 and 0 were started with different settings: rollout.top_k, run.seed.")
+    each(groups, lambda group: check_same_settings(load(None, [f"run.dir=/host{group.rank}"]), group))
     stop(groups)
 
 

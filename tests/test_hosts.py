@@ -181,46 +181,31 @@ OTHERWISE = (
     "settings",
     [
         ["training.method=lora", "training.lora_rank=4", "loss.kl=k3", "loss.kl_coefficient=0.1"],
-        ["training.substeps=3", "loss.name=ppo", "loss.tis_cap=2", "loss.kl=k1", "loss.kl_coefficient=0.1",
-         "loss.kl_in=reward", "loss.normalise=tokens"],
+        ["training.substeps=3", "loss.name=ppo", "loss.tis_cap=2", "loss.normalise=tokens", "data.reward=RARELY"],
     ],
     ids=["lora", "substeps"],
-)  # fmt: skip
+)
 def test_no_switch_changes_what_is_learnt(place, settings, request):
-    """Every optimization off, and the trainer's other ways: the same run on one host and on two."""
+    """Every optimization off, the trainer's other ways, and hosts that have nothing to teach in a part of a step."""
     name = request.node.callspec.id
+    settings = [text.replace("RARELY", f"{place.folder / 'rewards.py'}:rarely") for text in settings]
     alone = place.run(f"{name}-one", *settings)
     assert place.launched(2, f"{name}-two", *settings, *OTHERWISE, devices=1) == 0, place.errors(f"{name}-two")
     both = place.folder / f"{name}-two"
     assert_same_run(alone, both)
+    assert max(line["policy_version"] for line in lines(both / "metrics.jsonl")) > 0
     # Host 0 wrote the other's metrics, for which they met once more, after the step.
     assert [line["num_completions"] for line in lines(both / "metrics.host1.jsonl")] == [4, 4]
-    assert [line["extra"]["num_meetings"] for line in lines(both / "metrics.jsonl")] == [3, 3]
+    met = [line["extra"]["num_meetings"] for line in lines(both / "metrics.jsonl")]
+    assert met == [3, 3] or (name == "substeps" and set(met) <= {2, 3})  # nothing to learn: nothing trained
 
 
 @pytest.mark.extended
-def test_four_hosts_one_without_prompts(place, one):
-    assert place.launched(4, "four", devices=1) == 0, place.errors("four")
-    assert_same_run(one, place.folder / "four")
-
-
-@pytest.mark.extended
-def test_steps_that_teach_some_hosts_or_none(place):
-    """Zero variance on one host, then on all: nobody hangs."""
-    reward = f"data.reward={place.folder / 'rewards.py'}:rarely"
-    alone = place.run("rare-one", reward)
-    assert place.launched(2, "rare-two", reward) == 0, place.errors("rare-two")
-    assert_same_run(alone, place.folder / "rare-two")
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(("host", "phase"), [(0, "decode"), (1, "train"), (0, "publish")])
+@pytest.mark.parametrize(("host", "phase"), [(0, "decode"), (1, "train")])
 def test_a_killed_host_ends_the_others_with_its_name(place, host, phase, capfd):
     name = f"killed-{host}-{phase}"
     start = time.monotonic()
-    code = place.launched(
-        2, name, "hosts.silence_seconds=8", program=struck(host, signal.SIGKILL, phase)
-    )
+    code = place.launched(2, name, "hosts.silence_seconds=8", program=struck(host, signal.SIGKILL, phase))
     assert code == 1
     text = place.errors(name) + capfd.readouterr().err
     assert f"Host {host} of 2 was ended by SIGKILL" in text
@@ -231,8 +216,8 @@ def test_a_killed_host_ends_the_others_with_its_name(place, host, phase, capfd):
 
 
 @pytest.mark.extended
-def test_a_signal_to_one_host_stops_all_and_another_number_of_hosts_goes_on(place, one):
-    """C27: stopped on two hosts, resumed on one; and the other way round."""
+def test_a_signal_to_one_host_stops_all_and_one_host_goes_on(place, one):
+    """C27: stopped on two hosts, resumed on one."""
     stopped = struck(1, signal.SIGTERM, "decode")
     assert place.launched(2, "stopped", program=stopped) == 2, place.errors("stopped")
     folder = place.folder / "stopped"
@@ -240,15 +225,13 @@ def test_a_signal_to_one_host_stops_all_and_another_number_of_hosts_goes_on(plac
     colocated.run(load(None, [*place.arguments, "run.name=stopped"]), resume=True, timer=Timeline())
     assert_same_run(one, folder)
 
-    place.run("half", "run.num_steps=1", "run.eval_every=2")
-    assert place.launched(2, "half", resume=True) == 0, place.errors("half")
-    for ours, theirs in zip(weights(one), weights(place.folder / "half"), strict=True):
-        np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
-
 
 @pytest.mark.extended
-def test_hosts_started_with_different_settings_are_told_which(place):
-    program = "import os, sys; from locojax.cli import main; "
-    program += "sys.exit(main(['train', *sys.argv[1:], 'run.seed=' + os.environ['LOCOJAX_HOST_ID']]))"
-    assert place.launched(2, "different", program=("-c", program)) == 2
-    assert "Hosts 1 and 0 were started with different settings: run.seed" in place.errors("different")
+def test_four_hosts_one_without_prompts_go_on_where_one_stopped(place, one):
+    """C27: begun on one host, ended on four."""
+    place.run("half", "run.num_steps=1", "run.eval_every=2")
+    assert place.launched(4, "half", resume=True, devices=1) == 0, place.errors("half")
+    four = place.folder / "half"
+    assert samples(one, 1) == samples(four, 1) and lines(four / "metrics.host3.jsonl")[0]["num_completions"] == 0
+    for ours, theirs in zip(weights(one), weights(four), strict=True):
+        np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
