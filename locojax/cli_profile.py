@@ -32,7 +32,8 @@ idle while the host admits, schedules, grades, packs or dispatches), or unaccoun
   locojax launch --hosts 2 -- profile mine.toml
   locojax profile mine.toml --scale 1b/config.json 8b/config.json 32b/config.json --plot scale.png
 
-A model's config.json is enough: model.name=random:PATH draws random weights, and --scale does so for every PATH.
+A model's config.json is enough: model.name=random:PATH draws random weights, and --scale does so for every .json.
+Random weights solve nothing, so a coin takes the place of the task's own reward.
 """
 
 
@@ -43,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warm-up", type=int, default=NUM_WARM_UP, metavar="N",
                         help=f"steps before the recorded one (default {NUM_WARM_UP})")  # fmt: skip
     parser.add_argument("--scale", nargs="+", type=pathlib.Path, metavar="FILE",
-                        help="profile each of these models: config.json files, or profiles written by --json")
+                        help="profile each of these: config.json files, configurations (.toml), or what --json wrote")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=pathlib.Path, metavar="FILE", help="draw it there (.png, .svg, .pdf)")
     parser.add_argument("--trace", type=pathlib.Path, metavar="FOLDER", help="keep the profiler's files, for XProf")
@@ -91,7 +92,7 @@ def _scale(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="locojax-profile-") as folder:
         profiles: list[dict[str, Any]] = []
         for index, path in enumerate(options.scale):
-            found = profile_report.read_profile(path)
+            found = None if path.suffix == ".toml" else profile_report.read_profile(path)
             if found is None:
                 found = _profile_apart(options, path, pathlib.Path(folder) / f"{index}.json")
             if found is not None:  # the first host alone writes one
@@ -103,11 +104,15 @@ def _scale(options: argparse.Namespace) -> int:
     return 0
 
 
-def _profile_apart(options: argparse.Namespace, model: pathlib.Path, out: pathlib.Path) -> dict[str, Any] | None:
-    words = [*options.words, f"model.name={PREFIX}{model}", "--warm-up", str(options.warm_up), "--json", str(out)]
-    ended = subprocess.run([sys.executable, "-m", "locojax", "profile", *words], check=False)
+def _profile_apart(options: argparse.Namespace, path: pathlib.Path, out: pathlib.Path) -> dict[str, Any] | None:
+    if path.suffix == ".toml":
+        words = [str(path), *(text for text in options.words if "=" in text)]
+    else:
+        words = [*options.words, f"model.name={PREFIX}{path}"]
+    command = ["profile", *words, "--warm-up", str(options.warm_up), "--json", str(out)]
+    ended = subprocess.run([sys.executable, "-m", "locojax", *command], check=False)
     if ended.returncode:
-        raise HostError(f"The profile of {model} failed", got=f"exit code {ended.returncode}, its error is above")
+        raise HostError(f"The profile of {path} failed", got=f"exit code {ended.returncode}, its error is above")
     return json.loads(out.read_text(encoding="utf-8")) if out.exists() else None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +151,30 @@ def test_profiles_of_several_sizes_are_drawn_smallest_first(tmp_path, capsys):
     text = picture.read_text()
     assert text.index(">135M<") < text.index(">8B<") and "hosts: 2, devices: 8" in text
     assert [one["num_parameters"] for one in json.loads(out.read_text())] == [8_000_000_000, 135_000_000]
+
+
+def test_each_configuration_is_profiled_in_a_process_of_its_own(tmp_path, monkeypatch, capsys):
+    commands = []
+
+    def pretend(command, check):
+        commands.append(command[3:])
+        found = profile_report.to_json(profile(1000 * len(commands), 0.5))
+        Path(command[command.index("--json") + 1]).write_text(json.dumps(found))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", pretend)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "big.toml").write_text("")
+    files = [str(tmp_path / "config.json"), str(tmp_path / "big.toml")]
+    assert cli.main(["profile", files[1], "run.seed=3", "--warm-up", "1", "--scale", *files]) == 0
+    assert [command[: command.index("--json")] for command in commands] == [
+        ["profile", files[1], "run.seed=3", f"model.name=random:{files[0]}", "--warm-up", "1"],
+        ["profile", files[1], "run.seed=3", "--warm-up", "1"],
+    ]
+    assert len(capsys.readouterr().out.splitlines()) >= 3
+    monkeypatch.setattr(subprocess, "run", lambda command, check: subprocess.CompletedProcess(command, 2))
+    assert cli.main(["profile", "--scale", files[0]]) == 1
+    assert "config.json failed. Got: exit code 2, its error is above" in capsys.readouterr().err
 
 
 def test_several_hosts_have_a_row_each_and_their_mean():
