@@ -82,7 +82,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     train.set_defaults(command=_train, config_of=_train_config)
     demo = _command(commands, "demo", "", "watch SmolLM2-135M learn one-digit addition on this machine, in minutes")
     demo.set_defaults(command=_demo, config_of=_demo_config)
-    summary = "train or demo on several hosts: one process each, on this machine"
+    summary = "train, demo or profile on several hosts: one process each, on this machine"
     launch = commands.add_parser("launch", help=summary,
                                  usage="locojax launch --hosts N [options] -- train CONFIG.toml [key=value ...]",
                                  description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
