@@ -57,7 +57,7 @@ class Place:
         command = [sys.executable, *program, *self.arguments, f"run.name={name}", *arguments]
         environment = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "XLA_FLAGS": "",
             "LOCOJAX_CACHE": str(self.folder / "cache"),
             "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
