@@ -26,6 +26,7 @@ from locojax.hosts.watch import BEAT_SECONDS, Board, Watch, Watchdog
 
 _LINGER_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0
+_SHOW_CURSOR = "\x1b[?25h"
 
 
 class AgreedStop(KeyboardInterrupt):
@@ -232,6 +233,8 @@ class Group:
 
 def end_process(error: LocoError) -> NoReturn:
     """Says why, and ends this process from whatever thread."""
+    if sys.stdout.isatty():  # a live line has hidden the cursor, and nobody else will bring it back
+        print(_SHOW_CURSOR, flush=True)
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
     os._exit(error.exit_code)
 
