@@ -17,6 +17,7 @@ import dataclasses
 import json
 import pathlib
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -75,7 +76,8 @@ class Workload:
         """One launch; returns its run folder."""
         name = f"{num_hosts}-{case.replace(',', '').replace(' ', '-')}-{number}"
         command = [
-            sys.executable, "-m", "locojax", "train", f"model.name=random:{self.folder / 'config.json'}",
+            sys.executable, "-m", "locojax", "launch", "--hosts", str(num_hosts), "--devices-per-host", "1", "--",
+            "train", f"model.name=random:{self.folder / 'config.json'}",
             f"data.source={self.folder / 'prompts.jsonl'}", "data.template={question}:", "data.chat=false",
             f"data.reward={self.folder / 'reward.py'}:score", f"run.dir={self.folder}", f"run.name={name}",
             f"run.cache_dir={self.folder / 'cache'}", f"run.num_steps={self.num_steps}", "run.eval_every=0",
@@ -83,11 +85,9 @@ class Workload:
             f"rollout.max_tokens={MAX_TOKENS}", f"rollout.max_slots={PROMPTS_PER_HOST * GROUP}",
             "run.checkpoint_every=0", "run.checkpoint_at_end=false", "run.passes=2", *CASES[case],
         ]  # fmt: skip
-        output = (self.folder / f"{name}.txt").open("w")
-        with output:
-            code = launch(command, num_hosts, devices_per_host=1, errors=output)
-        if code:
-            raise SystemExit(f"launch {name} failed:\n{(self.folder / f'{name}.txt').read_text()}")
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if ended.returncode:
+            raise SystemExit(f"launch {name} failed:\n{ended.stdout}")
         return self.folder / name
 
 
