@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from tiny import CONFIG
 
 from locojax.errors import ConfigError
 from locojax.hosts import serving_memory
-from locojax.hosts.serving_memory import GIB, auto_kv_bytes, device_memory
+from locojax.hosts.serving_memory import GIB, auto_kv_bytes, device_memory, give_back
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.models.spec import ModelSpec
 
@@ -52,3 +53,9 @@ def test_settings_take_a_number_or_auto():
         ServeSettings("m", row_tokens=0)
 
 
+def test_what_was_freed_is_given_back_where_the_c_library_can(monkeypatch):
+    asked = []
+    for library in (type("Glibc", (), {"malloc_trim": staticmethod(asked.append)}), type("Musl", (), {})):
+        monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: library)
+        give_back()
+    assert asked == [0]

@@ -1,7 +1,8 @@
-"""How much memory an engine process gives to keys and values when nobody says."""
+"""An engine process's memory: how much keys and values get when nobody says, and giving back what was freed."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -36,3 +37,10 @@ def device_memory() -> int:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
     return min(machine, int(limit)) if limit.isdecimal() else machine
+
+
+def give_back() -> None:
+    """Returns to the machine what was freed in the C heap, e.g. by compiling; glibc alone keeps so much, and can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +18,9 @@ from locojax.hosts.serving_clock import PhaseClock
 from locojax.hosts.serving_compilations import CompilationCounter
 from locojax.hosts.serving_link import Link
 from locojax.hosts.serving_loop import Loop
-from locojax.hosts.serving_memory import auto_kv_bytes, device_memory
+from locojax.hosts.serving_memory import auto_kv_bytes, device_memory, give_back
 from locojax.hosts.serving_operations import Operations
-from locojax.hosts.serving_settings import ServeSettings
+from locojax.hosts.serving_settings import Dtype, ServeSettings
 from locojax.models import decoder
 from locojax.models.hub import LoadedModel, load_model
 from locojax.models.lora import empty_stack
@@ -62,6 +63,7 @@ def start(
         model = load_model(settings.model, cache_in=cache)
         base = tenant_checkpoints.identify(settings.name or settings.model, model.spec, model.params)
         progress("moving the weights to the devices")
+        model = _shared(settings, model)
         trainer = _trainer(settings, model, clock)
         engine = _engine(settings, model, clock)
     samplers = Samplers(engine, max_resident=settings.max_resident_samplers)
@@ -71,6 +73,7 @@ def start(
             trainer.warm_up()
             progress("compiling the programs for sampling")
             engine.warm_up_server()
+            give_back()
     info = EngineInfo(
         incarnation=uuid.uuid4().hex,
         model_name=base.name,
@@ -117,6 +120,19 @@ def _kv_bytes(settings: ServeSettings, spec: ModelSpec, dtype: str) -> int:
     return auto_kv_bytes(spec, dtype, max_slots=settings.max_slots, max_context=context, memory=device_memory())
 
 
+def _dtype(setting: Dtype) -> str:
+    return auto_dtype() if setting == "auto" else setting
+
+
+def _shared(settings: ServeSettings, model: LoadedModel) -> LoadedModel:
+    """The model with its weights on the device once for the trainer and the engine, if both want the same dtype."""
+    dtype = _dtype(settings.compute_dtype)
+    if dtype != _dtype(settings.sample_dtype):
+        return model
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.dtype(dtype)), model.params)
+    return dataclasses.replace(model, params=params)
+
+
 def _trainer(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> TenantTrainer:
     row_tokens = _row_tokens(settings, model.spec)
     return TenantTrainer(
@@ -138,7 +154,7 @@ def _trainer(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> 
 
 def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> Engine:
     """An engine with the base model loaded, and room for the samplers' adapters beside it."""
-    dtype = auto_dtype() if settings.sample_dtype == "auto" else settings.sample_dtype
+    dtype = _dtype(settings.sample_dtype)
     engine = Engine(
         model.spec,
         EngineSettings(
@@ -158,10 +174,12 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
         phase=clock.phase,
     )
     stack = empty_stack(model.spec, settings.max_rank, settings.max_resident_samplers + 1, jnp.dtype(dtype))
-    engine.load(_unstacked(model.params, model.spec, dtype), 0, stack)
+    # The table is the largest array that both sides have in one form: no copy if it is of this dtype already.
+    embed = jnp.asarray(model.params["embed"], jnp.dtype(dtype))
+    engine.load({**_all_but_the_table(model.params, model.spec, dtype), "embed": embed}, 0, stack)
     return engine
 
 
 @partial(jax.jit, static_argnames=("spec", "dtype"))
-def _unstacked(params: Tree, spec: ModelSpec, dtype: str) -> Tree:
-    return decoder.unstack(params, spec, jnp.dtype(dtype))
+def _all_but_the_table(params: Tree, spec: ModelSpec, dtype: str) -> Tree:
+    return {name: leaf for name, leaf in decoder.unstack(params, spec, jnp.dtype(dtype)).items() if name != "embed"}
