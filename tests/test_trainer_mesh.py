@@ -20,7 +20,11 @@ from locojax.errors import ConfigError, RequestError
 from locojax.models import sharding
 from locojax.models.lora import Adapters
 from locojax.models.sharding import MeshSpec, make_mesh
+from locojax.training.agreement import INPUTS, Counts, agreed
+from locojax.training.inputs import check_data
 from locojax.training.losses import find_loss, read_options
+from locojax.training.microbatch import micro_batches
+from locojax.training.plan import planned
 from locojax.training.programs import Hyper
 from locojax.training.publish import Publisher
 from locojax.training.sharded import Over, abstract_batch, abstract_state, accumulate, update
@@ -240,6 +244,18 @@ def test_the_programs_are_compiled_from_shapes_alone(params, tensor, gather):
     assert taken < {"layer": 0.9, "step": 3}[gather] * whole
 
 
+def test_each_device_numbers_its_own_sequences():
+    """A device sums over sequences in as many places as it has positions: a number from another's would have none."""
+    short = [Datum(np.arange(2), {"target_tokens": np.arange(2), "weights": np.ones(2)}) for _ in range(20)]
+    checked = check_data(short, find_loss("cross_entropy"), read_options(find_loss("cross_entropy"), None), 67)
+    plan = planned(checked, "active", row_tokens=4, rows=4, share_prefixes=False)
+    batches = micro_batches(plan.packed.padded(4), plan.checked, "active", num_shards=4)
+    assert len(batches) == 4 and batches[0].segments.tolist() == [[0, 0, 1, 1]] * 4
+    assert batches[2].segments.tolist() == [[0, 0, 1, 1]] * 2 + [[4] * 4] * 2
+    assert batches[3].segments.tolist() == [[4] * 4] * 4 and not batches[3].reads.any()
+    assert (batches[3].until == np.arange(1, 5)).all()  # sees itself
+
+
 def test_hosts_that_cannot_agree_are_refused(params, monkeypatch):
     monkeypatch.setattr(sharding, "spans_processes", lambda mesh: True)
     with pytest.raises(ConfigError, match="over several processes needs a way for them to agree. Give it agree="):
@@ -271,6 +287,27 @@ def test_a_plan_is_agreed_on_outside_and_takes_the_losss_inputs_later(params):
     ):  # fmt: skip
         with pytest.raises(RequestError, match=text):
             trainer.forward(wrong, "gspo", score="active", plan=plan, told=told_by_both(plan.counts.ints))
+
+
+def told(**changes):
+    fields = {"num_data": 3, "num_micro_batches": 2, "num_targets": 1, "inputs": 0, "num_datum_tokens": 30,
+              "num_computed_tokens": 20, **changes}  # fmt: skip
+    return Counts(**fields).ints
+
+
+def test_what_hosts_agree_on():
+    inputs = {name: 1 << INPUTS.index(name) for name in ("logprobs", "advantages", "old_logprobs")}
+    policy = inputs["logprobs"] + inputs["advantages"]
+    nothing = Counts(0, 0, 1, 0, 0, 0).ints
+    counts = agreed(np.array([nothing, told(inputs=policy), told(num_micro_batches=5, inputs=policy)]))
+    assert (counts.num_micro_batches, counts.num_data, counts.num_datum_tokens) == (5, 6, 60)
+    assert counts.widths(find_loss("ppo")).inputs == {"logprobs": (), "advantages": ()}
+    wide = agreed(np.array([told(num_targets=3, inputs=1), told(inputs=1)]))
+    assert wide.widths(find_loss("cross_entropy")).inputs == {"weights": (3,)} and INPUTS[0] == "weights"
+    with pytest.raises(RequestError, match="Host 1 refused its training data. Its own error says which"):
+        agreed(np.array([told(), Counts.refusal().ints]))
+    with pytest.raises(RequestError, match="data of host 2 have the input 'old_logprobs', those of host 1 have not"):
+        agreed(np.array([nothing, told(inputs=policy), told(inputs=policy + inputs["old_logprobs"])]))
 
 
 def free_port():
