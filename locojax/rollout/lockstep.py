@@ -38,6 +38,7 @@ from locojax.rollout.lockstep_programs import (
 from locojax.rollout.pages import ContiguousMemory, Shape
 from locojax.rollout.pending import Pending
 from locojax.rollout.prefill import batches, common_header, pack_alike
+from locojax.rollout.prefilling import Loaded
 from locojax.rollout.request import Sample, TokenBytes
 from locojax.rollout.scheduler import NewPrompt, Schedule
 from locojax.rollout.settings import EngineSettings, row_sizes, scheduler_of
@@ -51,6 +52,9 @@ inside: that is where it waits for them."""
 @runtime_checkable
 class Lanes(Protocol):
     """What the head does on all hosts."""
+
+    def load(self, loaded: Loaded) -> None:
+        """Weights that this host has; the others load theirs by themselves."""
 
     def keys(self) -> list[Key]:
         """Programs that have been compiled."""
@@ -73,6 +77,9 @@ class Lockstep:
 
     def __init__(self, devices: LockstepDevices, order: Order):
         self.devices, self._order = devices, order
+
+    def load(self, loaded: Loaded) -> None:
+        self.devices.load(loaded)
 
     def keys(self) -> list[Key]:
         return self.devices.keys()
@@ -110,6 +117,9 @@ class Rehearsal:
     def __init__(self, lanes: Lockstep):
         self._lanes = lanes
         self.shapes: list[Shape] = []
+
+    def load(self, loaded: Loaded) -> None:
+        """Shapes are all that matters, and they are those that the lanes have."""
 
     def keys(self) -> list[Key]:
         return self._lanes.keys()
@@ -193,8 +203,7 @@ class LockstepEngine(Engine):
 
     def load(self, weights: Params, version: int, adapters: Adapters | None = None, *, interrupt: bool = False) -> None:
         super().load(weights, version, adapters, interrupt=interrupt)
-        if isinstance(self._lanes, Lockstep):
-            self._lanes.devices.load(self._policy.loaded)
+        self._lanes.load(self._policy.loaded)
 
     def validate(self, request: SampleRequest) -> int:
         if request.scores_prompt or request.topk_sample_logprobs:
