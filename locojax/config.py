@@ -30,7 +30,9 @@ class ModelConfig:
     """Which model is trained."""
 
     name: str = setting(
-        "smollm2-135m", "A directory in Hugging Face format, a .gguf file, an alias (smollm2-135m) or a hub id."
+        "smollm2-135m",
+        "A directory in Hugging Face format, a .gguf file, an alias (smollm2-135m), a hub id, or random:CONFIG.JSON "
+        "(random weights, for measurements).",
     )
     max_context: int | Auto = setting("auto", "Longest prompt + completion, in tokens. auto: the model's own.", low=2)
 
