@@ -93,6 +93,7 @@ class Gemms:
         shared = {name: layers[0][name].shape for name in ("qkv", "o", "gate_up", "down")}
         self.inputs = {name: draw(0, ROWS, shape[0], dtype=self.dtype) for name, shape in shared.items()}
         self.inputs["head"] = draw(0, ROWS, SMOLLM2.hidden_size, dtype=self.dtype)
+        self.head = jnp.array(decoder.unembedding(self.weights).T)
         self.big = draw(1, 2048, 2048, dtype=self.dtype)
         self.multiply = jax.jit(lambda x, ws: [x @ w for w in ws])
         self.rates: dict[str, list[float]] = {}
@@ -100,7 +101,7 @@ class Gemms:
     def measure(self) -> None:
         """Appends the rate of each product, in GFLOP/s."""
         cases = {
-            name: [self.weights["head"]] if name == "head" else [layer[name] for layer in self.weights["layers"]]
+            name: [self.head] if name == "head" else [layer[name] for layer in self.weights["layers"]]
             for name in self.inputs
         }
         for name, ws in cases.items():
@@ -121,7 +122,7 @@ class Gemms:
         for name in ("qkv", "o", "gate_up", "down"):
             shape = self.weights["layers"][0][name].shape
             total += SMOLLM2.num_layers * 2 * ROWS * shape[0] * shape[1] / rates[name]
-        shape = self.weights["head"].shape
+        shape = self.head.shape
         return (total + 2 * ROWS * shape[0] * shape[1] / rates["head"]) / 1e6
 
 

@@ -93,6 +93,9 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
 JOINED: Mapping[tuple[str, ...], str] = {("q", "k", "v"): "qkv", ("gate", "up"): "gate_up"}
 """Weights that read the same input, and the name under which `unstack` stores them side by side."""
 
+UNEMBED = "unembed"
+"""In `unstack`'s tree, a head that isn't the embedding: [V, D]."""
+
 
 def block(
     x: Array,
@@ -272,9 +275,19 @@ def head_weight(params: Params) -> Array:
     return params["head"] if "head" in params else params["embed"].T
 
 
+def unembedding(params: Params) -> Array:
+    """The unembedding as decoding reads it, [V, D]: of `unstack`'s tree its own array or the tied embedding."""
+    if UNEMBED in params:
+        return params[UNEMBED]
+    return params["head"].T if "head" in params else params["embed"]
+
+
 def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> Array:
     """Final hidden states [R, T, D] -> fp32 logits [R, T, V]. Sampling and tests; training uses `logprobs`."""
-    out = jnp.matmul(hidden, head_weight(params).astype(hidden.dtype), preferred_element_type=jnp.float32)
+    weight = unembedding(params).astype(hidden.dtype)
+    # Vocabulary first: on CPU, with a few dozen rows, [V, D] @ [D, N] runs at up to three times the rate of its twin.
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    out = jnp.matmul(weight, flat.T, preferred_element_type=jnp.float32).T.reshape(*hidden.shape[:-1], weight.shape[0])
     head = None if adapters is None else adapters.split()[1]
     if adapters is not None and head is not None:
         (out,) = add_deltas([out], hidden, [head], adapters)
@@ -293,7 +306,7 @@ def join(layer: Params) -> dict[str, Array]:
 
 
 def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
-    """The tree decoding wants: layers as a list, cast once, and the head as its own contiguous [D, V].
+    """The tree decoding wants: layers as a list, cast once, and a head that isn't tied as `UNEMBED`, [V, D].
 
     Weights that read the same input are joined along their outputs: at decoding's few rows, one wide GEMM runs at up to
     twice the rate of the narrow ones it replaces.
@@ -302,12 +315,12 @@ def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]
     def one(i: int) -> dict[str, Array]:
         return join({name: leaf[i].astype(dtype) for name, leaf in params["layers"].items()})
 
-    return {
+    tree = {
         "embed": params["embed"].astype(dtype),
         "layers": [one(i) for i in range(spec.num_layers)],
         "final_norm": params["final_norm"].astype(dtype),
-        "head": head_weight(params).astype(dtype),
     }
+    return tree | ({UNEMBED: params["head"].T.astype(dtype)} if "head" in params else {})
 
 
 @partial(jax.jit, static_argnames=("spec", "dtype"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from locojax.models import attention, decoder
+from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import Adapters, present_in, stack_axis
 from locojax.models.spec import ModelSpec
 from locojax.rollout.layouts import Cache, Destination, Layout, Tables
@@ -273,14 +274,6 @@ def score(
     return Scores(of_targets, *top, ids.T, logprobs.T)
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A program that is being compiled, or has been. `out_info`: the shapes of what it returns."""
-
-    out_info: Any
-    compiled: Future[Any]
-
-
 def set_adapter(
     spec: ProgramSpec, adapters: Adapters, tree: Mapping[str, Mapping[str, Array]], scale: Array, row: Array
 ) -> Adapters:
@@ -296,19 +289,20 @@ def set_adapter(
 
 
 class Compiler:
-    """Compiles each program once for each key, and counts. Engines with equal specs may share one.
+    """Makes each program once for each key, and counts. Engines with equal specs may share one.
 
     XLA compiles in the background: while it does, the next program can be traced, which is Python's share of the work.
+    What an earlier process compiled is read from disk, where there is a place for it.
     """
 
     def __init__(self, spec: ProgramSpec):
         self.spec = spec
         self._programs: dict[tuple[Any, ...], Program] = {}
-        self._pool: ThreadPoolExecutor | None = None
+        self._executables = Executables(beside_jax_cache())
         self.num_compilations = 0
 
     def keys(self, name: str) -> list[Any]:
-        """The keys under which program `name` has been compiled."""
+        """The keys under which program `name` has been made."""
         return [key for program, key in self._programs if program == name]
 
     def apply(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -316,7 +310,7 @@ class Compiler:
         return function(*args)
 
     def prepare(self, name: str, key: Any, *args: Any, **static: Any) -> Program:
-        """Begins to compile program `name` for `key`, which determines the shapes of args; these may be abstract."""
+        """Begins to make program `name` for `key`, which determines the shapes of args; these may be abstract."""
         full_key = (name, key)
         if full_key not in self._programs:
             program = PROGRAMS[name]
@@ -326,26 +320,21 @@ class Compiler:
                 return program(self.spec, *args, **static)
 
             bound.__name__ = name
-            lowered = jax.jit(bound, donate_argnums=DONATED[name]).lower(*args)
-            self._pool = self._pool or ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="compile")
-            self._programs[full_key] = Program(lowered.out_info, self._pool.submit(lowered.compile))
+            jitted = jax.jit(bound, donate_argnums=DONATED[name])
+            self._programs[full_key] = self._executables.begin(
+                name, partial(jitted.lower, *args), args, {"spec": self.spec, **static}
+            )
             self.num_compilations += 1
         return self._programs[full_key]
 
     def wait(self) -> None:
-        """Returns when everything prepared has been compiled; raises what went wrong."""
-        for program in self._programs.values():
-            program.compiled.result()
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
+        """Returns when everything prepared is there; raises what went wrong."""
+        self._executables.wait()
 
     def call(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
         """Runs program `name` on (spec, *args, **static). What DONATED names is gone afterwards."""
         return self.prepare(name, key, *args, **static).compiled.result()(*args)
 
-
-COMPILER_THREADS = 2
 
 PROGRAMS: Mapping[str, Callable[..., Any]] = {
     "decode": decode, "prefill": prefill, "prefill_chunk": prefill_chunk, "score": score, "set_adapter": set_adapter,

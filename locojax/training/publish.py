@@ -92,12 +92,12 @@ class Publisher:
         def layer_of(i: int) -> Tree:
             return _joined({name: one(leaf, i) for name, leaf in params["layers"].items()})
 
-        return {
+        tree = {
             "embed": one(params["embed"]),
             "layers": [layer_of(i) for i in range(spec.num_layers)],
             "final_norm": one(params["final_norm"]),
-            "head": one(params["head"]) if "head" in params else _transposed(one(params["embed"])),
         }
+        return tree | ({decoder.UNEMBED: _transposed(one(params["head"]))} if "head" in params else {})
 
 
 def _everywhere(tree: Tree, mesh: Mesh | None) -> Tree:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from locojax.errors import CapacityError, ConfigError, RequestError
+from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import LoraSpec, adapter_parameters, init_adapter
 from locojax.models.spec import ModelSpec
 from locojax.training import programs, tenant_programs
@@ -114,6 +116,8 @@ class TenantTrainer:
         self._bank = tenant_programs.empty_bank(spec, settings.max_adapters, settings.max_rank)
         self._tenants: dict[str, Tenant] = {}
         self._metric_names = tenant_programs.metric_names()
+        self._executables = Executables(beside_jax_cache())
+        self._programs: dict[tuple[str, RowProgram | None], Program] = {}
 
     @property
     def model_ids(self) -> tuple[str, ...]:
@@ -254,7 +258,7 @@ class TenantTrainer:
             )
         with self._phase("train"):
             of_module = ranks(self.spec, tenant.lora)
-            self._bank, is_applied, norm = tenant_programs.update(self._bank, np.int32(tenant.slot), of_module, hyper)
+            self._bank, is_applied, norm = self._call("update", self._bank, np.int32(tenant.slot), of_module, hyper)
             applied, grad_norm = bool(is_applied), float(norm)
         tenant.num_accumulated = 0
         tenant.policy_version += applied
@@ -265,7 +269,7 @@ class TenantTrainer:
         """Drops the model's accumulated gradient."""
         tenant = self._tenant(model_id)
         tenant.num_accumulated = 0
-        accumulators = tenant_programs.clear(self._bank.accumulators, np.int32(tenant.slot))
+        accumulators = self._call("clear", self._bank.accumulators, np.int32(tenant.slot))
         self._bank = self._bank._replace(accumulators=accumulators)
 
     def adapter(self, model_id: str) -> dict[str, dict[str, np.ndarray]]:
@@ -318,30 +322,43 @@ class TenantTrainer:
         """
         if self._tenants:
             raise ConfigError("Warming up needs every slot free", got=f"{len(self._tenants)} models")
-        # Compiled and not run: a micro-batch of nothing takes as long as a full one. A later call finds the program.
+        # Made and not run: a micro-batch of nothing takes as long as a full one.
         weights, accumulators = self._bank.weights, self._bank.accumulators
         for num_rows, row_tokens in self.settings.shapes:
             nothing = stack_rows([], num_rows, row_tokens, 1)
-            tenant_programs.accumulate.lower(weights, accumulators, self._fixed, nothing, spec=self.program).compile()
-            tenant_programs.score.lower(weights, self._fixed, nothing, spec=self.program).compile()
+            self._begin("accumulate", RowProgram(num_rows, row_tokens, 1, True),
+                        weights, accumulators, self._fixed, nothing)  # fmt: skip
+            self._begin("score", RowProgram(num_rows, row_tokens, 1, False), weights, self._fixed, nothing)
         everything = LoraSpec(self.settings.max_rank, unembed=True)
         hyper, slot = _hyper(AdamParams()), np.int32(0)
-        self._bank, applied, _ = tenant_programs.update(self._bank, slot, ranks(self.spec, everything), hyper)
+        self._bank, applied, _ = self._call("update", self._bank, slot, ranks(self.spec, everything), hyper)
         applied.block_until_ready()
-        self._bank = self._bank._replace(accumulators=tenant_programs.clear(self._bank.accumulators, slot))
-        tenant_programs.read(self._bank.weights, slot)
+        self._bank = self._bank._replace(accumulators=self._call("clear", self._bank.accumulators, slot))
+        self._call("read", self._bank.weights, slot)
         self._write(0, {}, None)
+        self._executables.wait()
+
+    def _begin(self, name: str, shape: RowProgram | None, *args: Any) -> Program:
+        """One of `tenant_programs`, being made for these arguments; `shape` tells those of one name apart."""
+        if (name, shape) not in self._programs:
+            static = {} if shape is None else {"spec": self.program}
+            lower = partial(getattr(tenant_programs, name).lower, *args, **static)
+            self._programs[name, shape] = self._executables.begin(f"tenants-{name}", lower, args, static)
+        return self._programs[name, shape]
+
+    def _call(self, name: str, *args: Any, shape: RowProgram | None = None) -> Any:
+        return self._begin(name, shape, *args).compiled.result()(*args)
 
     def _compute(self, rows: Sequence[Row], program: RowProgram) -> Outputs:
         stacked = stack_rows(rows, program.num_rows, program.row_tokens, program.num_targets)
         bank = self._bank
         if program.gradient:
-            accumulators, outputs = tenant_programs.accumulate(
-                bank.weights, bank.accumulators, self._fixed, stacked, spec=self.program
+            accumulators, outputs = self._call(
+                "accumulate", bank.weights, bank.accumulators, self._fixed, stacked, shape=program
             )
             self._bank = bank._replace(accumulators=accumulators)
         else:
-            outputs = tenant_programs.score(bank.weights, self._fixed, stacked, spec=self.program)
+            outputs = self._call("score", bank.weights, self._fixed, stacked, shape=program)
         return jax.device_get(outputs)
 
     def _tenant(self, model_id: str) -> Tenant:
@@ -353,13 +370,13 @@ class TenantTrainer:
         return self._tenants[model_id]
 
     def _read(self, tenant: Tenant, tree: Tree) -> dict[str, dict[str, np.ndarray]]:
-        return narrow(jax.device_get(tenant_programs.read(tree, np.int32(tenant.slot))), tenant.lora)
+        return narrow(jax.device_get(self._call("read", tree, np.int32(tenant.slot))), tenant.lora)
 
     def _write(self, slot: int, weights: Tree, optimizer: Mapping[str, Any] | None) -> None:
         own = (weights, *((optimizer["mu"], optimizer["nu"]) if optimizer else ({}, {})))
         trees = [widen(self.spec, self.settings.max_rank, tree) for tree in own]
         count = np.int32(optimizer["count"] if optimizer else 0)
-        self._bank = tenant_programs.write(self._bank, np.int32(slot), *trees, count)
+        self._bank = self._call("write", self._bank, np.int32(slot), *trees, count)
 
 
 def _hyper(adam: AdamParams) -> Hyper:

@@ -1,0 +1,216 @@
+"""Compiled programs kept on disk, found by what they are made of: a later process neither traces nor lowers them.
+
+jax's own persistent cache spares a process XLA's part of the work. What is left, tracing and lowering in Python, takes
+0.5 to 4 s a program, and a server needs about twenty before it can answer. An entry here is a whole executable under a
+key of everything that it depends on: its arguments' shapes, the static settings, this package's source, jax, the
+machine. A change of any of them is another key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import logging
+import os
+import pathlib
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+log = logging.getLogger(__name__)
+
+FOLDER = "programs"
+MAX_AGE_DAYS = 30.0
+"""Entries that no process has used for so long are removed when one is added."""
+
+BUILT, FOUND = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
+"""jax's events: of a program that it didn't have in memory, and, besides, of one that its own cache had."""
+
+CPU_INFO = pathlib.Path("/proc/cpuinfo")
+THREADS = 2
+
+Lower = Callable[[], Any]
+"""Makes a jax.stages.Lowered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program that is being compiled or read, or has been. `out_info`: the shapes of what it returns."""
+
+    out_info: Any
+    compiled: Future[Any]
+
+
+class Executables:
+    """Compiles programs of one device, or reads them from `folder`, in background threads.
+
+    Args:
+      folder: None: nothing is kept.
+    """
+
+    def __init__(self, folder: pathlib.Path | None):
+        self._folder = folder
+        self._pool: ThreadPoolExecutor | None = None
+        self._started: list[Program] = []
+        self._here: tuple[str, ...] | None = None  # what every key has in it; made when first asked for
+
+    def begin(self, name: str, lower: Lower, args: tuple[Any, ...], static: Mapping[str, Any]) -> Program:
+        """Begins to make a program for these arguments, which may be shapes alone.
+
+        Args:
+          lower: traces and lowers it for `args`; called if it isn't on disk.
+          static: everything that it depends on besides the arguments' shapes and this package's source, by name; values
+            whose repr tells them apart.
+        """
+        path = self._path(name, args, static)
+        entry = None if path is None else _read(path)
+        pool = self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
+        if entry is not None:
+            program = Program(entry["out_info"], pool.submit(_load, entry, path, lower))
+        else:
+            lowered = lower()
+            out_info = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
+            program = Program(out_info, pool.submit(_compile, lowered, out_info, path))
+        self._started.append(program)
+        return program
+
+    def wait(self) -> None:
+        """Returns when everything begun is there; raises what went wrong."""
+        started, self._started = self._started, []
+        for program in started:
+            program.compiled.result()
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+    def _path(self, name: str, args: tuple[Any, ...], static: Mapping[str, Any]) -> pathlib.Path | None:
+        if self._folder is None:
+            return None
+        leaves, tree = jax.tree.flatten(args)
+        shapes = [(tuple(leaf.shape), str(leaf.dtype), bool(getattr(leaf, "weak_type", False))) for leaf in leaves]
+        told = repr(sorted(static.items()))
+        if " at 0x" in told:
+            raise ValueError(f"A static setting of program {name!r} can't be told from another by its repr: {told}")
+        self._here = self._here or _machine()
+        key = hashlib.sha256(repr((self._here, name, told, str(tree), shapes)).encode()).hexdigest()[:40]
+        return self._folder / f"{name}-{key}"
+
+
+def beside_jax_cache() -> pathlib.Path | None:
+    """Where programs are kept: in jax's persistent cache, if it has a local one and this is a run of one process."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or "://" in folder or jax.process_count() > 1:
+        return None
+    return pathlib.Path(folder) / FOLDER
+
+
+def _compile(lowered: Any, out_info: Any, path: pathlib.Path | None) -> Any:
+    events: set[str] = set()
+    here = threading.get_ident()
+
+    def happened(event: str, *_: Any, **__: Any) -> None:
+        if threading.get_ident() == here:
+            events.add(event)
+
+    jax.monitoring.register_event_listener(happened)
+    jax.monitoring.register_event_duration_secs_listener(happened)
+    try:
+        compiled = lowered.compile()
+    finally:
+        jax.monitoring.unregister_event_listener(happened)
+        jax.monitoring.unregister_event_duration_listener(happened)
+    # Only what XLA has just compiled can be kept: on CPU, it writes one that it was given without its code.
+    if path is not None and BUILT in events and FOUND not in events:
+        _keep(compiled, out_info, path)
+    return compiled
+
+
+def _keep(compiled: Any, out_info: Any, path: pathlib.Path) -> None:
+    try:
+        payload, in_tree, out_tree = serialize_executable.serialize(compiled)
+    except Exception as error:  # XLA's errors have no common type; on CPU it can't write out a sort of plain numbers
+        log.info("the compiled program %s isn't kept: %s", path.name, error)
+        return
+    _write(path, {"out_info": out_info, "payload": payload, "in_tree": in_tree, "out_tree": out_tree})
+
+
+def _load(entry: Mapping[str, Any], path: pathlib.Path, lower: Lower) -> Any:
+    try:
+        loaded = serialize_executable.deserialize_and_load(
+            entry["payload"], entry["in_tree"], entry["out_tree"], execution_devices=jax.devices()[:1]
+        )
+    except Exception as error:  # XLA's errors have no common type; whatever is wrong with an entry, it is made again
+        log.warning("the compiled program %s can't be loaded and is made again: %s", path.name, error)
+        return _compile(lower(), entry["out_info"], path)
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return loaded
+
+
+def _read(path: pathlib.Path) -> dict[str, Any] | None:
+    try:
+        with path.open("rb") as file:
+            return pickle.load(file)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a torn or foreign file raises almost anything; it is written again
+        log.warning("the compiled program %s can't be read and is made again: %s", path.name, error)
+        return None
+
+
+def _write(path: pathlib.Path, entry: Mapping[str, Any]) -> None:
+    """Atomic; a full or read-only disk costs the next process its time, and this one a line in the log."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            pickle.dump(entry, file)
+        part.replace(path)
+        _remove_old(path.parent)
+    except OSError as error:
+        log.warning("the compiled program %s isn't kept: %s", path.name, error)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _remove_old(folder: pathlib.Path) -> None:
+    oldest = time.time() - MAX_AGE_DAYS * 86400
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < oldest:
+                path.unlink()
+
+
+def _machine() -> tuple[str, ...]:
+    """What every program of this process depends on."""
+    device = jax.devices()[0]
+    config = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, jax.config.jax_debug_nans)
+    return (
+        jax.__version__, jaxlib.__version__, device.platform, device.device_kind, str(jax.device_count()),
+        str(config), os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _processor(), _source(),
+    )  # fmt: skip
+
+
+def _processor() -> str:
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux: the device's kind must do
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _source() -> str:
+    """A digest of this package's Python files."""
+    digest = hashlib.sha256()
+    root = pathlib.Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,212 @@
+"""Compiled programs on disk: read back without tracing, told apart by what they depend on, made again when broken."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import pathlib
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from locojax.models import executables
+from locojax.models.executables import Executables
+from locojax.models.lora import Adapters
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3)
+
+
+class Double:
+    """A jitted function that counts how often it is traced."""
+
+    own = 0
+
+    def __init__(self) -> None:
+        self.num_traced = 0
+
+    def jitted(self, **options: Any) -> Any:
+        def double(adapters: Adapters, x: jax.Array) -> dict[str, Any]:
+            self.num_traced += 1
+            return {"y": x.astype(jnp.float32) * 2 * adapters.scale, "own": jnp.int32(self.own), "of": adapters}
+
+        return jax.jit(double, **options)
+
+
+ADAPTERS = Adapters({"q": {"a": np.ones((1, 2), np.float32)}}, np.float32(1))
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_jax_own_cache(monkeypatch):
+    """What jax's own cache has is not kept: programs that no run has made before, and that it doesn't take now."""
+    monkeypatch.setattr(Double, "own", int.from_bytes(os.urandom(3), "big"))
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 1e9)
+    yield
+    jax.config.update(name, before)
+
+
+def made(folder: pathlib.Path | None, double: Double, args: tuple[Any, ...] = (ADAPTERS, X), **static: Any) -> Any:
+    programs = Executables(folder)
+    program = programs.begin("double", partial(double.jitted().lower, *args), args, static)
+    programs.wait()
+    return program.compiled.result()
+
+
+def test_a_second_process_would_trace_nothing(tmp_path):
+    first, second = Double(), Double()
+    made(tmp_path, first)
+    again = made(tmp_path, second)
+    assert (first.num_traced, second.num_traced) == (1, 0)
+    out = again(ADAPTERS, X)
+    np.testing.assert_array_equal(out["y"], 2 * X)
+    assert isinstance(out["of"], Adapters)
+
+
+def test_shapes_are_known_before_the_program_is_there(tmp_path):
+    for _ in range(2):
+        programs = Executables(tmp_path)
+        program = programs.begin("double", partial(Double().jitted().lower, ADAPTERS, X), (ADAPTERS, X), {})
+        assert program.out_info["y"] == jax.ShapeDtypeStruct((2, 3), jnp.float32)
+        programs.wait()
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path):
+    made(None, Double())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("args", "static"),
+    [
+        ((ADAPTERS, X[:1]), {}),
+        ((ADAPTERS, X.astype(np.int32)), {}),
+        ((dataclasses.replace(ADAPTERS, index=np.zeros(2, np.int32)), X), {}),
+        ((ADAPTERS, X), {"dtype": "float32"}),
+    ],
+    ids=["shape", "dtype", "tree", "static"],
+)
+def test_what_a_program_depends_on_tells_it_apart(tmp_path, args, static):
+    made(tmp_path, Double())
+    other = Double()
+    made(tmp_path, other, args, **static)
+    assert other.num_traced == 1
+
+
+@pytest.mark.parametrize("of", ["_source", "_processor"])
+def test_new_source_or_another_processor_is_another_program(tmp_path, monkeypatch, of):
+    made(tmp_path, Double())
+    monkeypatch.setattr(executables, of, lambda: "other")
+    other = Double()
+    made(tmp_path, other)
+    assert other.num_traced == 1
+
+
+def test_memory_that_a_program_takes_is_taken_by_the_one_from_disk_too(tmp_path):
+    def add(x: jax.Array) -> jax.Array:
+        return x + 1 + 0 * Double.own
+
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    for _ in range(2):
+        programs = Executables(tmp_path)
+        program = programs.begin("add", partial(jax.jit(add, donate_argnums=0).lower, shape), (shape,), {})
+        programs.wait()
+        x = jnp.zeros(4)
+        np.testing.assert_array_equal(program.compiled.result()(x), np.ones(4))
+        assert x.is_deleted()
+
+
+@pytest.mark.parametrize("events", [(), (executables.BUILT, executables.FOUND)], ids=["in memory", "on disk"])
+def test_what_jax_itself_had_is_not_kept(tmp_path, events):
+    class Lowered:
+        """As a lowered program that XLA need not compile."""
+
+        out_info = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def compile(self) -> str:
+            for event in events:
+                if event == executables.BUILT:
+                    jax.monitoring.record_event_duration_secs(event, 0.1)
+                else:
+                    jax.monitoring.record_event(event)
+            return "compiled"
+
+    programs = Executables(tmp_path)
+    program = programs.begin("had", Lowered, (), {})
+    programs.wait()
+    assert program.compiled.result() == "compiled" and not list(tmp_path.iterdir())
+
+
+def test_what_xla_cannot_write_out_runs_all_the_same(tmp_path, monkeypatch):
+    def refuse(compiled: Any) -> None:
+        raise ValueError("`LessThan` is not serializable")
+
+    monkeypatch.setattr(executables.serialize_executable, "serialize", refuse)
+    np.testing.assert_array_equal(made(tmp_path, Double())(ADAPTERS, X)["y"], 2 * X)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("content", [b"", b"torn", None], ids=["empty", "torn", "another program's bytes"])
+def test_a_broken_entry_is_said_and_made_again(tmp_path, caplog, content):
+    made(tmp_path, Double())
+    (path,) = tmp_path.iterdir()
+    if content is None:
+        entry = executables._read(path)
+        executables._write(path, {**entry, "payload": b"nothing that XLA knows"})
+    else:
+        path.write_bytes(content)
+    again = Double()
+    with caplog.at_level(logging.WARNING):
+        np.testing.assert_array_equal(made(tmp_path, again)(ADAPTERS, X)["y"], 2 * X)
+    assert again.num_traced == 1
+    assert "made again" in caplog.text
+    third = Double()
+    made(tmp_path, third)
+    assert third.num_traced == 0
+
+
+def test_a_disk_that_takes_nothing_is_said_and_costs_no_more(tmp_path, caplog):
+    (tmp_path / "file").write_text("not a folder")
+    with caplog.at_level(logging.WARNING):
+        out = made(tmp_path / "file" / "programs", Double())(ADAPTERS, X)
+    np.testing.assert_array_equal(out["y"], 2 * X)
+    assert "isn't kept" in caplog.text
+
+
+def test_what_nobody_used_for_long_goes(tmp_path):
+    made(tmp_path, Double())
+    (old,) = tmp_path.iterdir()
+    made(tmp_path, Double(), (ADAPTERS, X[:1]))
+    past = time.time() - 86400 * (executables.MAX_AGE_DAYS + 1)
+    os.utime(old, (past, past))
+    made(tmp_path, Double(), (ADAPTERS, X[:, :1]))
+    assert old not in list(tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 2
+
+
+def test_use_keeps_an_entry_young(tmp_path):
+    made(tmp_path, Double())
+    (path,) = tmp_path.iterdir()
+    os.utime(path, (1e9, 1e9))
+    made(tmp_path, Double())
+    assert path.stat().st_mtime > 1.5e9
+
+
+def test_a_setting_that_cannot_be_told_apart_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="can't be told from another by its repr"):
+        made(tmp_path, Double(), function=object())
+
+
+def test_a_folder_beside_jax_own_cache(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        for folder, expected in ((None, None), ("gs://bucket/xla", None), (str(tmp_path), tmp_path / "programs")):
+            jax.config.update("jax_compilation_cache_dir", folder)
+            assert executables.beside_jax_cache() == expected
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
