@@ -73,7 +73,7 @@ class Executables:
         path = self._path(name, args, static)
         entry = None if path is None else _read(path)
         pool = self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
-        if entry is not None:
+        if path is not None and entry is not None:
             program = Program(entry["out_info"], pool.submit(_load, entry, path, lower))
         else:
             lowered = lower()
