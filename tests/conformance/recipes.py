@@ -31,7 +31,7 @@ from conformance.server import serve, tail
 # sl_loop and rl_loop take no renderer: they need a model name for which the cookbook recommends this one.
 ALIASES = {"role_colon": "Qwen/Qwen3-8B-Base", "qwen3_instruct": "Qwen/Qwen3-4B-Instruct-2507"}
 MAX_SECONDS = 1800.0
-NUM_ROWS = 256  # of every data set
+NUM_ROWS = {"train": 256, "test": 8}  # of every data set; recipes score all of a test split, before and after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 def lay_out(folder: pathlib.Path) -> None:
     """The data that recipes load by name, as small folders of that name: made-up conversations about sums."""
     draw = random.Random(0)
-    sums = [(draw.randrange(1, 10), draw.randrange(1, 10)) for _ in range(NUM_ROWS)]
+    sums = [(draw.randrange(1, 10), draw.randrange(1, 10)) for _ in range(NUM_ROWS["train"])]
     turns = [
         [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
         for a, b in sums
@@ -122,14 +122,12 @@ def lay_out(folder: pathlib.Path) -> None:
     chats = [{"messages": turn, "prompt": turn[0]["content"], "category": "sums"} for turn in turns]
     write_rows(folder / "conv.jsonl", chats)
     asked = "\n\nHuman: What is {} + {}?\n\nAssistant: {}"
-    for split in ("train", "test"):
-        write_rows(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", chats)
-        gsm8k = [{"question": f"What is {a} + {b}?", "answer": f"It is {a + b}.\n#### {a + b}"} for a, b in sums]
-        write_rows(folder / f"openai/gsm8k/main/{split}.jsonl", gsm8k)
-        preferences = [
-            {"chosen": asked.format(a, b, a + b), "rejected": asked.format(a, b, a + b + 7)} for a, b in sums
-        ]
-        write_rows(folder / f"Anthropic/hh-rlhf/{split}.jsonl", preferences)
+    gsm8k = [{"question": f"What is {a} + {b}?", "answer": f"It is {a + b}.\n#### {a + b}"} for a, b in sums]
+    preferences = [{"chosen": asked.format(a, b, a + b), "rejected": asked.format(a, b, a + b + 7)} for a, b in sums]
+    for split, count in NUM_ROWS.items():
+        write_rows(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", chats[:count])
+        write_rows(folder / f"openai/gsm8k/main/{split}.jsonl", gsm8k[:count])
+        write_rows(folder / f"Anthropic/hh-rlhf/{split}.jsonl", preferences[:count])
     write_rows(folder / "zwhe99/DeepMath-103K/train.jsonl", [{"question": f"What is {a} + {b}?"} for a, b in sums])
     (folder / "openai/gsm8k/README.md").write_text(
         "---\nconfigs:\n- config_name: main\n  data_files:\n"
