@@ -152,9 +152,9 @@ def serve(model: str, folder: pathlib.Path) -> Iterator[Server]:
     command = [sys.executable, "-m", "locojax", "serve", model, "--port", str(port), "--data-dir", str(folder / "data")]
     log = folder / "server.log"
     with log.open("ab") as out:
-        process = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": root}, stdout=out, stderr=subprocess.STDOUT
-        )
+        # A cache of its own: empty at the first start, and filled by nothing else before the second.
+        environment = {**os.environ, "PYTHONPATH": root, "LOCOJAX_CACHE": str(folder / "cache")}
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT)
     try:
         yield Server(process, f"http://127.0.0.1:{port}", log)
     finally:
