@@ -143,7 +143,8 @@ def test_a_snapshot_stays_what_it_was(client):
     ops = [client.submit(operation) for operation in (sample("old", 20), fb("A", 1), optim("A", 0.1))]
     first = client.wait(*ops)[0].result
     client.do(sampler("new", "A"))
-    again, new = client.do(sample("old", 20), sample("new", 20))
+    # One after the other: in fp32 the last bits depend on how many rows the head is multiplied with.
+    again, new = client.do(sample("old", 20)), client.do(sample("new", 20))
     np.testing.assert_array_equal(first.completions[0].logprobs, again.completions[0].logprobs)
     assert first.completions[0].tokens == again.completions[0].tokens
     assert new.completions[0].policy_version == 2
