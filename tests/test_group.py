@@ -261,6 +261,18 @@ def test_a_broken_collective_is_held_back_until_the_watchdog_spoke(monkeypatch):
     stop([group])
 
 
+def test_host_0_is_the_last_to_leave():
+    """The board goes with it, and jax ends a host that still needs it."""
+    first, second = hosts(2)
+    with ThreadPoolExecutor(1) as threads:
+        leaving = threads.submit(first.close)
+        second.exchange("end", "")
+        time.sleep(0.3)
+        assert not leaving.done()
+        stop([second])
+        leaving.result(timeout=10)
+
+
 def test_one_host_alone_meets_nobody():
     with Group.single() as group:
         np.testing.assert_array_equal(group.agree("rows", [1, 2]), [[1, 2]])

@@ -27,7 +27,7 @@ REWARD = """
 def score(prompt, completion, answer, meta):
     return sum(byte % 2 for byte in completion.encode()) / 8
 def rarely(prompt, completion, answer, meta):
-    return float(answer == "3" and len(completion) % 2)
+    return score(prompt, completion, answer, meta) if int(answer) % 3 == 0 else 1.0
 """
 
 

@@ -22,10 +22,12 @@ from locojax.errors import ConfigError, DeadlineError, HostError, LocoError
 from locojax.hosts import coordination
 from locojax.hosts.phases import Phase, StepAccount, StepTimer
 from locojax.hosts.place import COORDINATOR, HOST_ID, NUM_HOSTS, Place, find_place
-from locojax.hosts.watch import BEAT_SECONDS, Board, Watch, Watchdog
+from locojax.hosts.watch import BEAT_SECONDS, SIGNS, Board, Sign, Watch, Watchdog
 
 _LINGER_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0
+_PARTING_SECONDS = 30.0
+_POLL_SECONDS = 0.02
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -209,8 +211,19 @@ class Group:
             self.exchange("end", "")
         with contextlib.suppress(RuntimeError):  # the board is gone: host 0 has left already
             self._watchdog.stop("")
+            if self.is_first:
+                self._see_off()
         self._watchdog = None
         coordination.leave()
+
+    def _see_off(self) -> None:
+        """The board goes with host 0, which therefore is the last to leave."""
+        assert self._board is not None
+        deadline = time.monotonic() + _PARTING_SECONDS
+        while time.monotonic() < deadline:
+            if sum(Sign.decode(text).ended is not None for text in self._board.read(SIGNS).values()) == self.size:
+                return
+            time.sleep(_POLL_SECONDS)
 
     def fail(self, error: BaseException) -> None:
         """Tells the other hosts that this one ends, and why; they end too."""

@@ -17,7 +17,7 @@ from typing import Protocol
 from locojax.errors import DeadlineError, HostError, LocoError
 
 BEAT_SECONDS = 1.0
-_SIGNS = "signs"
+SIGNS = "signs"  # the folder of the board
 
 
 class Board(Protocol):
@@ -184,7 +184,7 @@ class Watchdog:
     def stop(self, ended: str) -> None:
         """The last sign: `ended` is why, "" when all is done. Nothing is watched any more."""
         self._stopping.set()
-        self._board.put(f"{_SIGNS}/{self._watch.rank}", self._sign(ended).encode())
+        self._board.put(f"{SIGNS}/{self._watch.rank}", self._sign(ended).encode())
 
     def _sign(self, ended: str | None = None) -> Sign:
         self._num_beats += 1
@@ -193,8 +193,8 @@ class Watchdog:
     def _beat(self) -> None:
         while not self._stopping.wait(BEAT_SECONDS):
             try:
-                self._board.put(f"{_SIGNS}/{self._watch.rank}", self._sign().encode())
-                signs = {int(rank): Sign.decode(text) for rank, text in self._board.read(_SIGNS).items()}
+                self._board.put(f"{SIGNS}/{self._watch.rank}", self._sign().encode())
+                signs = {int(rank): Sign.decode(text) for rank, text in self._board.read(SIGNS).items()}
             except RuntimeError:  # the board is out of reach: `_judge` sees that it was not read
                 continue
             self._watch.saw(signs)
