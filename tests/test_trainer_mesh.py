@@ -142,6 +142,22 @@ def test_no_other_mesh_does_either(params, alone, case, fsdp, tensor, gather):
     check_same(run(trainer, rollouts(), LOSS[case]), alone(case), fsdp)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("gather", ["step", "layer"])
+@pytest.mark.parametrize("case", ["full", "lora"])
+def test_sums_over_devices_are_fp32_where_products_are_bf16(params, alone, case, gather):
+    """What bf16 products lose to fp32 ones is no more over devices than on one; masters and gradients stay fp32."""
+    exact, lost = alone(case)[0], []
+    for mesh in (mesh_of(2), None):
+        trainer = make(params, case, mesh, gather=gather, compute_dtype="bfloat16")
+        trainer.forward_backward(rollouts(), LOSS[case], score="active")
+        gradient = sharding.gathered(trainer.accumulated_gradient)
+        assert {leaf.dtype for leaf in jax.tree.leaves((gradient, trainer.trainable))} == {np.dtype(np.float32)}
+        errors = jax.tree.map(lambda own, other: np.linalg.norm(own - other) / np.linalg.norm(other), gradient, exact)
+        lost.append(np.array(jax.tree.leaves(errors)))
+    assert (lost[0] < 1.5 * lost[1]).all(), lost  # the orders of sums differ: up to 1.22 was seen
+
+
 def test_each_device_holds_its_part_of_the_state(params):
     trainer = make(params, "full", mesh_of(2))
     trainer.forward_backward(rollouts(), "gspo", score="active")
