@@ -79,7 +79,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "sl_loop": Recipe("sl_loop", (*_LOOP, "batch_size=8", "save_every=4"), 10, "train_mean_nll", rises=False),
     "rl_loop": Recipe(
-        "rl_loop", (*_LOOP, "batch_size=8", "group_size=8", "max_tokens=24", "save_every=4"), 12, "reward/total"
+        "rl_loop", (*_LOOP, "batch_size=8", "group_size=8", "max_tokens=64", "save_every=4"), 12, "reward/total"
     ),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
