@@ -43,10 +43,10 @@ from locojax.types import SampleRequest, SamplingParams
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 257, "hidden_size": 64,
-    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "max_position_embeddings": 256, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "eos_token_id": 256,
 }  # fmt: skip
-PROMPTS_PER_HOST, GROUP, MAX_TOKENS = 8, 8, 64
+PROMPTS_PER_HOST, GROUP, MAX_TOKENS = 4, 8, 128
 REWARD = "def score(prompt, completion, answer, meta):\n    return sum(b % 2 for b in completion.encode()) / 64\n"
 
 CASES: dict[str, tuple[str, ...]] = {
@@ -83,6 +83,7 @@ class Workload:
             f"run.cache_dir={self.folder / 'cache'}", f"run.num_steps={self.num_steps}", "run.eval_every=0",
             f"run.prompts_per_step={num_hosts * PROMPTS_PER_HOST}", f"rollout.group_size={GROUP}",
             f"rollout.max_tokens={MAX_TOKENS}", f"rollout.max_slots={PROMPTS_PER_HOST * GROUP}",
+            "training.row_tokens=256", "training.rows=24",  # a host's batch in one micro-batch
             "run.checkpoint_every=0", "run.checkpoint_at_end=false", "run.passes=2", *CASES[case],
         ]  # fmt: skip
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)

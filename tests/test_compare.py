@@ -137,6 +137,15 @@ def test_fewer_completions_are_refused(tmp_path):
     assert "Got: step 2: 4 and 6 completions (A" in fails([a], [larger])
 
 
+def test_completions_may_hold_any_character(tmp_path):
+    """JSON leaves some ends of lines, as Unicode knows them, as they are."""
+    a = write_run(tmp_path / "a", [*COLD, 1.0, 2.0])
+    path = a / "samples" / "step_00003.jsonl"
+    rows = [json.loads(line) | {"completion": "a\u2028b\x85c\x1cd"} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    assert len(read_launch(a).steps[3].output_tokens) == len(rows)
+
+
 def test_what_is_not_a_whole_run_is_refused(tmp_path):
     a = write_run(tmp_path / "a", [*COLD, 1.0, 2.0])
     b = write_run(tmp_path / "b", [*COLD, 1.0, 2.0])

@@ -124,7 +124,8 @@ def _sample_rows(folder: pathlib.Path, step: int) -> list[dict[str, Any]]:
     paths = sorted((folder / "samples").glob(f"step_{step:05d}*.jsonl"))
     rows = []
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = path.read_text(encoding="utf-8").removesuffix("\n")
+        for number, line in enumerate(text.split("\n"), start=1):  # splitlines knows other ends, which texts may hold
             try:
                 row = json.loads(line)
                 row = {name: row[name] for name in _SAMPLE_FIELDS}
