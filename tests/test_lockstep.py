@@ -118,12 +118,14 @@ def test_more_samples_than_slots():
     assert made.stats().occupancy > 0.5
 
 
+@pytest.mark.extended
 def test_a_prompt_longer_than_a_chunk_while_the_other_host_has_nothing():
     long = tuple(np.random.default_rng(3).integers(2, 90, 100).tolist())
     requests = [request("long", long, 3)]
     assert_same(lockstep().generate(requests), engine().generate(requests))
 
 
+@pytest.mark.extended
 def test_an_adapter():
     spec = LoraSpec(rank=4)
     tree = init_adapter(SPEC, spec, 0)
@@ -146,6 +148,7 @@ def test_waves_and_new_weights():
     assert_same(made.generate(requests), engine(seed=1).generate(requests))
 
 
+@pytest.mark.extended
 def test_a_warm_up_compiles_all_that_growing_and_shrinking_rows_need():
     made = lockstep(dataclasses.replace(ONE, max_slots=8))
     requests = batch(max_tokens=40)
@@ -193,6 +196,7 @@ def test_other_layouts_are_refused():
         lockstep(dataclasses.replace(ONE, layout="paged"))
 
 
+@pytest.mark.extended
 def test_a_failed_program_loses_the_caches_and_nothing_else(monkeypatch):
     made = lockstep()
     for asked in batch():
