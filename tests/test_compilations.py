@@ -45,8 +45,8 @@ def test_no_compilation_after_the_second_step(tmp_path, monkeypatch):
     after: list[int] = []
     step = colocated.Loop._step
 
-    def counted(self, step_index):
-        step(self, step_index)
+    def counted(self, step_index, collector):
+        step(self, step_index, collector)
         after.append(len(compiled))
 
     monkeypatch.setattr(colocated.Loop, "_step", counted)

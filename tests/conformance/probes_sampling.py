@@ -21,6 +21,7 @@ from conformance.client import (
     refused,
     sample,
     scored,
+    settled,
     since,
     snapshot,
     spelled,
