@@ -6,10 +6,14 @@ file is imported, which pytest does before any test module.
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 import pathlib
+from collections.abc import Iterator
 
 import jaxtyping
+import pytest
 
 NUM_CPU_DEVICES = 4
 
@@ -35,3 +39,21 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_compilation_cache_dir", str(_cache_dir()))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+MAPS = pathlib.Path("/proc/self/maps")
+MANY_MAPS = 15_000
+"""A compiled program takes dozens of memory mappings, and Linux lets a process have 65,530: beyond them XLA crashes."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_let_go(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a file's tests, if there are many, drops what was compiled for them: by jax, and in the file's own caches."""
+    yield
+    if not MAPS.exists() or MAPS.read_bytes().count(b"\n") < MANY_MAPS:
+        return
+    for cached in vars(request.module).values():
+        if isinstance(cached, functools._lru_cache_wrapper):
+            cached.cache_clear()
+    jax.clear_caches()
+    gc.collect()
