@@ -48,7 +48,7 @@ MANY_MAPS = 15_000
 
 @pytest.fixture(autouse=True, scope="module")
 def programs_are_let_go(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After a file's tests, if there are many, drops what was compiled for them: by jax, and in the file's own caches."""
+    """After a file's tests, if there are many, drops what jax and the file's own caches hold of compiled programs."""
     yield
     if not MAPS.exists() or MAPS.read_bytes().count(b"\n") < MANY_MAPS:
         return
