@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import pickle
 import time
 from functools import partial
 from typing import Any
@@ -152,7 +153,11 @@ def test_what_xla_cannot_write_out_runs_all_the_same(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", [b"", b"torn", None], ids=["empty", "torn", "another program's bytes"])
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"torn", pickle.dumps([1]), pickle.dumps({"payload": b""}), None],
+    ids=["empty", "torn", "a list", "another form's", "another program's bytes"],
+)
 def test_a_broken_entry_is_said_and_made_again(tmp_path, caplog, content):
     made(tmp_path, Double())
     (path,) = tmp_path.iterdir()

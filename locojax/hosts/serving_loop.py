@@ -223,7 +223,7 @@ class Loop:
         """One step of sampling."""
         try:
             finished = self._samplers.step()
-        except Exception as error:  # XLA's errors have no common type; the running samples fail, training goes on
+        except Exception as error:  # a failed device or a bug ends the samples that run; training goes on
             self._lose_samples(error)
             return
         for tokens in self._samplers.drain():
@@ -308,7 +308,7 @@ class Loop:
                 if num_rows:
                     self._trainer.advance(works)
                 results = [work.result() if work.done else None for work in works]
-        except Exception as error:  # XLA's errors have no common type; what was in it fails, other models go on
+        except Exception as error:  # a failed device or a bug ends the calls that were in it; other models go on
             self._lose_gradients(chosen, error)
             return
         for (entry, lane), work, rows, result in zip(chosen, works, before, results, strict=True):

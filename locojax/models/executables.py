@@ -37,6 +37,12 @@ BUILT, FOUND = "/jax/core/compile/backend_compile_duration", "/jax/compilation_c
 CPU_INFO = pathlib.Path("/proc/cpuinfo")
 THREADS = 2
 
+UNREADABLE = (
+    pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, MemoryError, OSError,
+    TypeError, ValueError, jax.errors.JaxRuntimeError,
+)  # fmt: skip
+"""What reading a torn or foreign file raises: the errors that pickle's documentation names, and XLA's."""
+
 Lower = Callable[[], Any]
 """Makes a jax.stages.Lowered."""
 
@@ -136,7 +142,7 @@ def _compile(lowered: Any, out_info: Any, path: pathlib.Path | None) -> Any:
 def _keep(compiled: Any, out_info: Any, path: pathlib.Path) -> None:
     try:
         payload, in_tree, out_tree = serialize_executable.serialize(compiled)
-    except Exception as error:  # XLA's errors have no common type; on CPU it can't write out a sort of plain numbers
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # on CPU, XLA can't write out a sort of plain numbers
         log.info("the compiled program %s isn't kept: %s", path.name, error)
         return
     _write(path, {"out_info": out_info, "payload": payload, "in_tree": in_tree, "out_tree": out_tree})
@@ -147,7 +153,7 @@ def _load(entry: Mapping[str, Any], path: pathlib.Path, lower: Lower) -> Any:
         loaded = serialize_executable.deserialize_and_load(
             entry["payload"], entry["in_tree"], entry["out_tree"], execution_devices=jax.devices()[:1]
         )
-    except Exception as error:  # XLA's errors have no common type; whatever is wrong with an entry, it is made again
+    except UNREADABLE as error:
         log.warning("the compiled program %s can't be loaded and is made again: %s", path.name, error)
         return _compile(lower(), entry["out_info"], path)
     with contextlib.suppress(OSError):
@@ -158,10 +164,11 @@ def _load(entry: Mapping[str, Any], path: pathlib.Path, lower: Lower) -> Any:
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
     try:
         with path.open("rb") as file:
-            return pickle.load(file)
+            entry = pickle.load(file)
+        return {name: entry[name] for name in ("out_info", "payload", "in_tree", "out_tree")}
     except FileNotFoundError:
         return None
-    except Exception as error:  # a torn or foreign file raises almost anything; it is written again
+    except UNREADABLE as error:
         log.warning("the compiled program %s can't be read and is made again: %s", path.name, error)
         return None
 
