@@ -201,6 +201,14 @@ class RunConfig:
         above=0,
     )
     max_idle_steps: int = setting(20, "Steps in a row that teach nothing before the run ends.", low=1)
+    journal: str = setting(
+        "auto",
+        "Where what was sampled, graded and trained is written down, for --resume: auto (in the run folder), off, or a "
+        "folder of any kind that fsspec knows (gs://...).",
+    )
+    grace_seconds: float = setting(
+        30.0, "After SIGTERM, a checkpoint is written only if it can be whole within this time.", above=0
+    )
     cache_dir: str | None = setting(None, "Compiled programs and converted models. none: the user's cache folder.")
 
 

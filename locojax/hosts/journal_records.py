@@ -1,0 +1,177 @@
+"""What a journal holds, record by record, and their form in bytes. No jax.
+
+A payload is one line of JSON (`kind` and the record's fields), a newline, and for `Sampled` its arrays' bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import zlib
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from locojax.errors import CheckpointError
+from locojax.types import Completion, Prompt, Reward
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """A process of the run began. `run` counts the run's starts, from 1: all hosts of one start have the same.
+
+    Attributes:
+      next_step: the step that it goes on from; what earlier starts trained from there on is void.
+      num_prompts, prompts_per_step, period: of `BatchOrder`.
+      settings: those that decide what is sampled and learnt: see `journal_resume.deciding`.
+    """
+
+    run: int
+    rank: int
+    num_hosts: int
+    next_step: int
+    num_prompts: int
+    prompts_per_step: int
+    period: int | None
+    settings: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A host took its prompts of a step. `places`: theirs in the batch of all hosts."""
+
+    step: int
+    places: tuple[int, ...]
+    prompt_ids: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """A prompt's completions are all there, `seconds` after the step's first admission. `prompt`: its fingerprint."""
+
+    step: int
+    place: int
+    prompt_id: str
+    prompt: str
+    seconds: float
+    completions: tuple[Completion, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Graded:
+    """One completion has its grade. `of`: see `completion_mark`."""
+
+    step: int
+    place: int
+    sample: int
+    of: int
+    reward: Reward
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A step's batch went into the weights; places and prompts are this host's.
+
+    `skipped`: why the update was not applied; the versions are then equal.
+    """
+
+    step: int
+    version_before: int
+    version_after: int
+    places: tuple[int, ...]
+    prompt_ids: tuple[str, ...]
+    skipped: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """The sampler has these weights."""
+
+    version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """Held-out accuracy of all hosts, after step `step`; -1: before the first. None: nothing could be scored."""
+
+    step: int
+    accuracy: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A checkpoint was begun, of the weights before step `next_step`."""
+
+    next_step: int
+
+
+Record: TypeAlias = Started | Drawn | Sampled | Graded | Trained | Published | Evaluated | Saved
+
+_PLAIN: Mapping[str, Any] = {kind.__name__: kind for kind in (Started, Drawn, Trained, Published, Evaluated, Saved)}
+
+
+def fingerprint(prompt: Prompt) -> str:
+    """Tells whether a prompt is still the one that was sampled and graded: of its tokens, answer and meta."""
+    fields = repr((prompt.tokens, prompt.answer, sorted(prompt.meta.items(), key=lambda item: str(item[0]))))
+    return hashlib.blake2b(fields.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def completion_mark(completion: Completion) -> int:
+    """Ties a grade to the very tokens that were graded."""
+    return zlib.crc32(np.asarray(completion.tokens, np.int32).tobytes())
+
+
+def encode(record: Record) -> bytes:
+    """A record's payload."""
+    fields: dict[str, Any] = {"kind": type(record).__name__}
+    arrays = b""
+    if isinstance(record, Sampled):
+        fields |= {name: value for name, value in vars(record).items() if name != "completions"}
+        fields["completions"] = [
+            {**{name: value for name, value in vars(each).items() if name not in ("tokens", "logprobs")},
+             "num_tokens": len(each.tokens)}
+            for each in record.completions
+        ]  # fmt: skip
+        for each in record.completions:
+            arrays += np.asarray(each.tokens, np.int32).tobytes() + np.asarray(each.logprobs, np.float32).tobytes()
+    elif isinstance(record, Graded):
+        fields |= {**vars(record), "reward": dataclasses.astuple(record.reward)}
+    else:
+        fields |= vars(record)
+    return json.dumps(fields, separators=(",", ":")).encode() + b"\n" + arrays
+
+
+def decode(payload: bytes) -> Record:
+    """What `encode` wrote.
+
+    Raises:
+      CheckpointError: it is of another version of this program.
+    """
+    line, _, arrays = payload.partition(b"\n")
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        kind = fields.pop("kind")
+        if kind == "Sampled":
+            return Sampled(**{**fields, "completions": _completions(fields["completions"], arrays)})
+        if kind == "Graded":
+            return Graded(**{**fields, "reward": Reward(*fields["reward"])})
+        return _PLAIN[kind](**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"A whole record of the journal can't be understood: {type(error).__name__} {error}",
+            remedy="Resume with the version of LoCoJAX that wrote it, or set run.journal=off to go on from the "
+            "checkpoint alone",
+        ) from error
+
+
+def _completions(rows: list[dict[str, Any]], arrays: bytes) -> tuple[Completion, ...]:
+    found, at = [], 0
+    for row in rows:
+        num = row.pop("num_tokens")
+        tokens = np.frombuffer(arrays, np.int32, num, at)
+        logprobs = np.frombuffer(arrays, np.float32, num, at + 4 * num)
+        at += 8 * num
+        found.append(Completion(tokens=tuple(tokens.tolist()), logprobs=logprobs, **row))
+    return tuple(found)
