@@ -18,11 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+
+from locojax.models import kernels
+
+Kernel = Literal["plain", "tpu"]
+"""Which form attention takes: jax.numpy, or Pallas kernels for TPU (splash for packed rows, ragged paged to decode)."""
 
 QUERY_BLOCK = 512
 """Rows longer than this are attended block of queries by block, so that scores are [R, H, QUERY_BLOCK, T] at most."""
@@ -37,11 +43,20 @@ MASKED = -1e30
 """Added to nothing: the score of an invisible key. Finite, so that a row with no visible key stays finite."""
 
 
-def visible(until: Array, query_start: int | Array, num_queries: int) -> Array:
-    """bool[R, num_queries, T]: which keys each query of [query_start, query_start + num_queries) may see."""
+def kernel_of(platform: str) -> Kernel:
+    """The form for a platform, by jax's name of it."""
+    return "tpu" if platform == "tpu" else "plain"
+
+
+def visible(until: Array, query_start: int | Array, num_queries: int, window: int | None = None) -> Array:
+    """bool[R, num_queries, T]: which keys each query of [query_start, query_start + num_queries) may see.
+
+    window: only the last so many of them.
+    """
     i = query_start + jnp.arange(num_queries, dtype=jnp.int32)[:, None]
     j = jnp.arange(until.shape[1], dtype=jnp.int32)[None, :]
-    return (j <= i)[None] & (i[None] < until[:, None, :])
+    near = j <= i if window is None else (j <= i) & (i - j < window)
+    return near[None] & (i[None] < until[:, None, :])
 
 
 ONES = 16
@@ -119,8 +134,15 @@ def _weighted(weights: Array, v: Array) -> tuple[Array, Array]:
     return values, jnp.einsum("nkxs,so->nkxo", weights, ones)[..., :1]
 
 
-def packed(q: Array, k: Array, v: Array, until: Array) -> Array:
-    """Causal attention within packed rows. q [R,T,H,h], k, v [R,T,K,h], until i32[R,T] -> [R,T,H,h]."""
+def packed(
+    q: Array, k: Array, v: Array, until: Array, *, window: int | None = None, kernel: Kernel = "plain"
+) -> Array:
+    """Causal attention within packed rows. q [R,T,H,h], k, v [R,T,K,h], until i32[R,T] -> [R,T,H,h].
+
+    window: a query sees the last so many tokens, itself included. kernel: see `kernels.splash` for what rows it takes.
+    """
+    if kernel == "tpu":
+        return kernels.splash(q, k, v, until, name=ATTENDED, window=window)
     T = q.shape[1]
     if T <= QUERY_BLOCK:
         # Static blocks of queries, each over the keys up to its own end: what lies above the diagonal isn't computed.
@@ -128,7 +150,7 @@ def packed(q: Array, k: Array, v: Array, until: Array) -> Array:
         blocks = [
             _attend(
                 q[:, start : (end := min(start + CAUSAL_BLOCK, T))], k[:, :end], v[:, :end],
-                visible(until[:, :end], start, end - start),
+                visible(until[:, :end], start, end - start, window),
             )
             for start in starts
         ]  # fmt: skip
@@ -142,7 +164,7 @@ def packed(q: Array, k: Array, v: Array, until: Array) -> Array:
     @jax.checkpoint
     def block(args: tuple[Array, Array]) -> Array:
         index, q_block = args
-        return _attend(q_block, k, v, visible(until, index * QUERY_BLOCK, QUERY_BLOCK))
+        return _attend(q_block, k, v, visible(until, index * QUERY_BLOCK, QUERY_BLOCK, window))
 
     out = jax.lax.map(block, (jnp.arange(num_blocks, dtype=jnp.int32), qb))
     return out.swapaxes(0, 1).reshape(q.shape[0], num_blocks * QUERY_BLOCK, *q.shape[2:])[:, :T]
@@ -263,12 +285,14 @@ def decode_rows(q: Array, keys: Sequence[Array], values: Sequence[Array], num_to
     return (summed / total).reshape(B, H, h).astype(q.dtype)
 
 
-def decode_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Array:
-    """One query a slot over the pages its table names: the plain twin of the ragged paged attention kernel.
+def decode_paged(q: Array, pages: Array, table: Array, num_tokens: Array, *, kernel: Kernel = "plain") -> Array:
+    """One query a slot over the pages its table names: the ragged paged attention kernel, or its plain twin.
 
     q [B, H, h]; pages [N, page, 2K, h], keys and values of a head side by side, as the kernel lays them out;
     table i32[B, W], entries beyond the slot's pages may be anything; num_tokens i32[B] valid. Returns [B, H, h].
     """
+    if kernel == "tpu":
+        return kernels.ragged_paged(q, pages, table, num_tokens)
     B, H, h = q.shape
     K = pages.shape[2] // 2
     gathered = jnp.take(pages, table, axis=0, mode="clip")  # [B, W, page, 2K, h]

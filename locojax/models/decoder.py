@@ -20,8 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from locojax.models import attention
-from locojax.models.dense import INNER, dense
+from locojax.models.dense import dense
 from locojax.models.lora import Adapters, OfLayer, add_deltas
+from locojax.models.remat import LAYER_INPUT, LINEAR, POLICIES
 from locojax.models.spec import INIT_STD, ModelSpec, Parameter, RopeSpec, parameters
 
 Params = Mapping[str, Any]
@@ -148,9 +149,6 @@ def block(
     return x + linear(jax.nn.silu(gate) * up, "down"), kept
 
 
-LINEAR = "linear"
-"""Name of what the remat policy "linear" keeps of linear layers: their outputs, adapters included."""
-
 TRANSPOSED = "_t"
 """Suffix of a weight's transpose [L, F, D] in a tree's `layers`: see `dense` and `transposes`."""
 
@@ -158,15 +156,6 @@ TRANSPOSED = "_t"
 def transposes(params: Params) -> dict[str, Array]:
     """The layers' matrices transposed, as arrays of their own, under the names that `block` looks for."""
     return {name + TRANSPOSED: leaf.swapaxes(1, 2) for name, leaf in params["layers"].items() if leaf.ndim == 3}
-
-
-REMAT_POLICIES: Mapping[str, Callable[..., Any] | None] = {
-    "none": None,  # keep every activation
-    # Recompute norms, rope, scores and the activation.
-    "linear": jax.checkpoint_policies.save_only_these_names(LINEAR, INNER, attention.ATTENDED),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,  # keep what the weight GEMMs made
-    "full": jax.checkpoint_policies.nothing_saveable,  # keep a layer's input only; one more forward pass
-}
 
 
 def forward(
@@ -181,19 +170,21 @@ def forward(
     remat: str = "none",
     keep_kv: bool = False,
     whole: Callable[[Params], Params] | None = None,
+    kernel: attention.Kernel = "plain",
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Packed rows -> final hidden states (after the last norm) [R, T, D] in `dtype`.
 
     Args:
       params: the tree of `spec.parameters`, any float dtype; cast to `dtype` where used.
       tokens, positions, until: i32[R, T]; see `attention` for `until`.
-      remat: a key of REMAT_POLICIES.
+      remat: a key of `remat.POLICIES`.
       keep_kv: also return (k, v), each [L, R, T, K, h] after rope: what prefill stores.
       whole: makes a layer's weights whole where each device holds a part; again in the backward pass, with remat.
+      kernel: the form attention takes.
     """
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return attention.packed(q, k, v, until), (k, v) if keep_kv else None
+        return attention.packed(q, k, v, until, kernel=kernel), (k, v) if keep_kv else None
 
     return run_layers(params, spec, tokens, positions, attend, adapters=adapters, dtype=dtype, remat=remat, whole=whole)
 
@@ -217,11 +208,12 @@ def run_layers(
 
     def step(x: Array, layer_and_lora: tuple[Params, Params]) -> tuple[Array, Any]:
         layer, layer_lora = layer_and_lora
+        x = checkpoint_name(x, LAYER_INPUT)
         layer = layer if whole is None else whole(layer)
         return block(x, layer, spec, rope, attend, layer_lora, adapters)
 
     if remat != "none":
-        step = jax.checkpoint(step, policy=REMAT_POLICIES[remat], prevent_cse=False)
+        step = jax.checkpoint(step, policy=POLICIES[remat].saveable, prevent_cse=False)
     x, kept = jax.lax.scan(step, x, (params["layers"], lora))
     return rms_norm(x, params["final_norm"], spec.norm_eps), kept
 

@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from locojax.models import decoder
+from locojax.models.attention import Kernel
 from locojax.models.logprobs import target_logprobs
 from locojax.models.lora import Adapters, LoraSpec, low_rank
 from locojax.models.spec import ModelSpec
@@ -40,6 +41,7 @@ class ProgramSpec:
     remat: str
     tile_tokens: int
     with_entropy: bool
+    attention: Kernel = "plain"
 
 
 @jax.tree_util.register_dataclass
@@ -132,6 +134,7 @@ def _logprobs(
         dtype=dtype,
         remat=spec.remat,
         whole=None if whole is None else whole.layer,
+        kernel=spec.attention,
     )
     hidden = hidden / jnp.asarray(temperature, jnp.float32).astype(dtype)
     head = None if adapters is None else adapters.split()[1]

@@ -28,8 +28,9 @@ from jax.sharding import Mesh
 from locojax.errors import CheckpointError, ConfigError, LocoError
 from locojax.models import lora as lora_module
 from locojax.models import sharding
-from locojax.models.decoder import REMAT_POLICIES
+from locojax.models.attention import Kernel, kernel_of
 from locojax.models.lora import LoraSpec
+from locojax.models.remat import POLICIES
 from locojax.models.spec import ModelSpec
 from locojax.training import programs
 from locojax.training.agreement import Agree, Counts, agreed
@@ -57,11 +58,12 @@ class TrainerSettings:
       row_tokens, rows: a micro-batch's shape; over a mesh, rows of each device of its fsdp axis. A datum must fit in
         row_tokens.
       compute_dtype: of activations and, inside the program, weights. auto: see `platform.auto_dtype`.
-      remat: a key of `decoder.REMAT_POLICIES`: what the backward pass recomputes. "linear" takes the least time on CPU
+      remat: a key of `remat.POLICIES`: what the backward pass recomputes. "linear" takes the least time on CPU
         and less memory than "none": writing an activation out and reading it back costs more than most of them do.
       tile_tokens: positions the head works on at a time; its logits take tile_tokens x vocabulary x 4 bytes.
         None: see `platform.auto_tile`.
-      share_prefixes: compute what sequences of a call have in common once.
+      share_prefixes: compute what sequences of a call have in common once. The TPU kernel can't, and then none is.
+      attention: the form it takes. auto: `tpu` on TPU.
       with_entropy: report the entropy of the next-token distribution.
       keep_reference: keep the first weights, in the compute dtype, for `Trainer.reference_logprobs`.
       keep_transposes: keep the layers' weights transposed as well, for the backward pass: on CPU it runs up to twice as
@@ -80,19 +82,22 @@ class TrainerSettings:
     keep_reference: bool = False
     keep_transposes: bool | Literal["auto"] = "auto"
     gather: Gather | Literal["auto"] = "auto"
+    attention: Kernel | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("row_tokens", "rows", "tile_tokens"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"The trainer's {name} must be at least 1", got=getattr(self, name))
-        if self.remat not in REMAT_POLICIES:
-            raise ConfigError(f"Unknown remat policy {self.remat!r}", expected="one of " + ", ".join(REMAT_POLICIES))
+        if self.remat not in POLICIES:
+            raise ConfigError(f"Unknown remat policy {self.remat!r}", expected="one of " + ", ".join(POLICIES))
         if self.compute_dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(
                 f"Unknown compute dtype {self.compute_dtype!r}", expected="auto, float32 or bfloat16"
             )
         if self.gather not in ("auto", "layer", "step"):
             raise ConfigError(f"Unknown gather {self.gather!r}", expected="auto, layer or step")
+        if self.attention not in ("auto", "plain", "tpu"):
+            raise ConfigError(f"Unknown form of attention {self.attention!r}", expected="auto, plain or tpu")
 
 
 class Trainer:
@@ -124,8 +129,9 @@ class Trainer:
     ):
         dtype = auto_dtype() if settings.compute_dtype == "auto" else settings.compute_dtype
         self.spec, self.settings, self.lora = spec, settings, lora
+        form = kernel_of(jax.default_backend()) if settings.attention == "auto" else settings.attention
         self.program = ProgramSpec(
-            spec, lora, dtype, settings.remat, settings.tile_tokens or auto_tile(), settings.with_entropy
+            spec, lora, dtype, settings.remat, settings.tile_tokens or auto_tile(), settings.with_entropy, form
         )
         self.policy_version = 0
         self._phase = phase or no_phase
@@ -340,7 +346,8 @@ class Trainer:
     def _planned(self, checked: Sequence[Checked], score: Score) -> Plan:
         settings = self.settings
         rows = settings.rows * self._placement.num_local_shards
-        return planned(checked, score, settings.row_tokens, rows, share_prefixes=settings.share_prefixes)
+        share = settings.share_prefixes and self.program.attention == "plain"
+        return planned(checked, score, settings.row_tokens, rows, share_prefixes=share)
 
     def _settled(
         self,
