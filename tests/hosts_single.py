@@ -14,6 +14,7 @@ from locojax.config import load
 from locojax.hosts import colocated
 from locojax.hosts.group import Group
 from locojax.hosts.progress import Progress
+from locojax.hosts.startup import Startup
 from locojax.measure.timeline import Timeline
 
 RUNS = {
@@ -31,7 +32,7 @@ def main(arguments: list[str]) -> None:
         for name, own in RUNS.items():
             meetings = group.num_meetings
             config = load(None, [*arguments, f"run.name={name}", *own])
-            colocated._run(config, False, Timeline(), group, progress)
+            colocated._run(config, False, Timeline(), group, progress, Startup())
             print(f"{name}: {group.num_meetings - meetings} meetings", flush=True)
 
 

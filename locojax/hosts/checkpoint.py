@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import logging
+import os
 import pathlib
+import threading
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -22,6 +26,8 @@ from locojax.config import Config
 from locojax.errors import CheckpointError
 
 _HELD_OUT = "held_out"
+_SEAL = ".sums.json"  # beside a checkpoint's folder
+_CHUNK = 1 << 24
 _MUST_AGREE = (
     "model.name", "training.method", "training.lora_rank", "training.lora_alpha", "training.lora_attention",
     "training.lora_mlp", "training.lora_unembed", "training.lora_rslora", "data.source", "run.seed",
@@ -49,6 +55,9 @@ class Position:
 class Checkpoints:
     """The checkpoints in one run's folder. Saving returns at once; `wait` or the next save reports what went wrong.
 
+    A checkpoint appears whole (renamed into place) or not at all. Once it is there, the sums of its files are written
+    beside it; one whose files no longer have them is set aside by `check`, and an earlier one stands in for it.
+
     Args:
       folder: where they are kept; made if absent.
       config: resolved; its `run.keep_last` and `run.keep_best` say what is kept.
@@ -74,6 +83,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
             create=not alone,  # orbax makes no folder for some processes of several
+            cleanup_tmp_directories=not alone,  # what a process that was killed left behind
             enable_async_checkpointing=True,
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 primary_host=0, active_processes={0}, barrier_sync_key_prefix="locojax"
@@ -84,28 +94,66 @@ class Checkpoints:
         with _reporting(folder, "opened"):
             folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self._sealing: threading.Thread | None = None
+        self._error: Exception | None = None
 
     def latest(self) -> int | None:
         """The step of the newest whole checkpoint, or None."""
         return self._manager.latest_step()
 
+    def steps(self) -> list[int]:
+        """Of all whole checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def check(self, *, set_aside: bool = True) -> list[str]:
+        """What is wrong with which checkpoint, in words; reads them from the newest back to the first sound one.
+
+        Args:
+          set_aside: damaged ones are moved out of the way; else all are read, and left.
+        """
+        found = []
+        for step in reversed(self.steps()):
+            wrong = self._damage(step)
+            if wrong is None:
+                if set_aside:
+                    break
+                continue
+            if set_aside:
+                with _reporting(self.folder, "written"):
+                    away = self.folder.with_name(self.folder.name + "-damaged")
+                    away.mkdir(exist_ok=True)
+                    os.replace(self.folder / str(step), away / f"{step}-{len(list(away.iterdir()))}")
+                    self._seal(step).unlink(missing_ok=True)
+                wrong += f"; it was moved to {str(away)!r}"
+            found.append(f"The checkpoint of step {step} is damaged: {wrong}")
+        if found and set_aside:
+            self._manager.reload()
+        return found
+
     def save(self, state: Mapping[str, Any], position: Position) -> None:
         """Begins to write a checkpoint of `state`, a tree of arrays; they are copied before this returns."""
         meta = {"position": dataclasses.asdict(position), "settings": self._settings()}
         metrics = {} if position.held_out is None else {_HELD_OUT: position.held_out}
+        self.wait()
         with _reporting(self.folder, "written"):
-            self._manager.wait_until_finished()
             self._manager.save(
                 position.next_step,
                 args=ocp.args.Composite(state=ocp.args.StandardSave(state), meta=ocp.args.JsonSave(meta)),
                 metrics=metrics or None,
                 force=True,
             )
+        self._sealing = threading.Thread(target=self._finish, args=(position.next_step,), name="locojax-seal")
+        self._sealing.start()
 
     def wait(self) -> None:
-        """Returns when what was saved is on disk."""
+        """Returns when what was saved is on disk, with its sums."""
+        if self._sealing is not None:
+            self._sealing.join()
+            self._sealing = None
+        error, self._error = self._error, None
         with _reporting(self.folder, "written"):
-            self._manager.wait_until_finished()
+            if error is not None:
+                raise error
             self._manager.check_for_errors()
 
     def position(self) -> Position:
@@ -146,6 +194,39 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
+    def _finish(self, step: int) -> None:
+        """In a thread: waits for a checkpoint to be there, and writes its sums."""
+        try:
+            self._manager.wait_until_finished()
+            for old in self.folder.glob(f"*{_SEAL}"):
+                if not (self.folder / old.name.removesuffix(_SEAL)).is_dir():
+                    old.unlink(missing_ok=True)
+            if (self.folder / str(step)).is_dir():  # else it failed: orbax tells by `check_for_errors`
+                unfinished = self._seal(step).with_suffix(".tmp")
+                unfinished.write_text(json.dumps(_sums(self.folder / str(step))))
+                os.replace(unfinished, self._seal(step))
+        except Exception as error:  # raised by `wait`: a thread has nobody to raise it to
+            self._error = error
+
+    def _seal(self, step: int) -> pathlib.Path:
+        return self.folder / f"{step}{_SEAL}"
+
+    def _damage(self, step: int) -> str | None:
+        """What differs from the sums that were written with a checkpoint; None without any, or if nothing does."""
+        try:
+            sealed = json.loads(self._seal(step).read_text())
+            found = _sums(self.folder / str(step))
+        except FileNotFoundError:  # killed before the sums were written
+            return None
+        except (OSError, ValueError) as error:
+            return str(error)
+        for name, (size, checksum) in sealed.items():
+            if name not in found:
+                return f"{name} is missing"
+            if found[name] != [size, checksum]:
+                return f"{name} is not what was written ({found[name][0]} bytes, {size} were written)"
+        return None
+
     def _newest(self) -> int:
         step = self.latest()
         if step is None:
@@ -158,6 +239,19 @@ class Checkpoints:
     def _settings(self) -> dict[str, Any]:
         values = {leaf.key: settings.get(self._config, leaf.key) for leaf in settings.leaves(Config)}
         return {key: values[key] for key in _MUST_AGREE}
+
+
+def _sums(folder: pathlib.Path) -> dict[str, list[int]]:
+    """[size, CRC-32] of every file below, by name."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            size = checksum = 0
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+            found[path.relative_to(folder).as_posix()] = [size, checksum]
+    return found
 
 
 @contextlib.contextmanager

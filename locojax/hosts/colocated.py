@@ -34,8 +34,10 @@ from locojax.hosts.generation import Generated, Generation
 from locojax.hosts.group import AgreedStop, Announcing, Group
 from locojax.hosts.hostlog import HostLog
 from locojax.hosts.interrupt import Interrupts
+from locojax.hosts.journal import Journal
 from locojax.hosts.meeting import Agreed, Moments, Report, meet
 from locojax.hosts.metrics import RunResult
+from locojax.hosts.outset import Outset, find_outset, open_journal
 from locojax.hosts.phases import StepTimer
 from locojax.hosts.progress import Progress
 from locojax.hosts.runlog import RunLog
@@ -43,6 +45,7 @@ from locojax.hosts.setup import Prepared, describe, prepare
 from locojax.hosts.shared_checkpoints import CHECKPOINTS, SharedCheckpoints
 from locojax.hosts.sharing import shares
 from locojax.hosts.single_controller import Lockstepping, SingleGeneration
+from locojax.hosts.startup import Startup
 from locojax.hosts.updates import Updates, plan_updates, train
 from locojax.hosts.worker import HostWorker, local_engine
 from locojax.rl.batches import BatchOrder
@@ -51,7 +54,7 @@ from locojax.types import Prompt
 
 __all__ = ["CHECKPOINTS", "describe", "run"]
 
-_MAY_DIFFER = ("run.dir", "run.cache_dir")
+_MAY_DIFFER = ("run.dir", "run.cache_dir", "run.journal")
 """Settings that may be a host's own."""
 
 
@@ -67,15 +70,18 @@ def run(config: Config, *, resume: bool, timer: StepTimer, group: Group | None =
       LocoError: of the category at fault, with the run folder and the last checkpoint intact.
       KeyboardInterrupt: Ctrl-C or SIGTERM, on any host; a checkpoint of the last whole step was written.
     """
-    start = time.perf_counter()
+    startup = Startup()
     with Group.start(config.hosts) if group is None else group as hosts:
         with Progress(Console(quiet=not hosts.is_first), config.run.num_steps) as progress:
-            end, folder = _run(config, resume, Announcing(timer, hosts), hosts, progress)
-    return RunResult(end.next_step, end.held_out_first, end.held_out, time.perf_counter() - start, folder)
+            end, folder = _run(config, resume, Announcing(timer, hosts), hosts, progress, startup)
+    return RunResult(end.next_step, end.held_out_first, end.held_out, startup.seconds, folder)
 
 
-def _run(config: Config, resume: bool, timer: StepTimer, group: Group, progress: Progress) -> tuple[Position, str]:
-    prepared = prepare(config, progress.begin)
+def _run(
+    config: Config, resume: bool, timer: StepTimer, group: Group, progress: Progress, startup: Startup
+) -> tuple[Position, str]:
+    with startup.part("data and model"):
+        prepared = prepare(config, progress.begin)
     config = prepared.config
     check_same_settings(config, group)
     for prompt in prepared.dropped[:1]:
@@ -83,8 +89,13 @@ def _run(config: Config, resume: bool, timer: StepTimer, group: Group, progress:
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(SharedCheckpoints(config, group))
         interrupts = stack.enter_context(Interrupts(progress.note))
-        position = checkpoints.position() if resume else Position(0, None, None)
-        first = position.next_step if resume else None
+        run_config = config.run
+        period = run_config.num_steps // run_config.passes if run_config.passes > 1 else None
+        order = BatchOrder(len(prepared.train), run_config.prompts_per_step, run_config.seed, period)
+        with startup.part("checkpoint and journal"):
+            outset = find_outset(config, group, checkpoints, resume=resume, say=progress.note)
+            journal = stack.enter_context(open_journal(config, group, outset, order))
+        first = outset.first_new_step() if resume else None
         log: RunLog | HostLog
         if group.is_first:
             log = stack.enter_context(RunLog(config, resume_at=first))
@@ -95,20 +106,18 @@ def _run(config: Config, resume: bool, timer: StepTimer, group: Group, progress:
         agree = group.agree if group.size > 1 else None
         lockstep = Lockstepping(group, config.hosts.deadline_seconds) if config.hosts.controller == "single" else None
         make_engine = local_engine if lockstep is None else lockstep.make_engine
-        worker = HostWorker(prepared.model, config, timer.phase, agree, make_engine)
-        if resume:
-            worker.trainer.restore(checkpoints.restore(worker.trainer.state()))
-            progress.note(f"resumed after {position.next_step} of {config.run.num_steps} steps")
-        run_config = config.run
-        period = run_config.num_steps // run_config.passes if run_config.passes > 1 else None
-        order = BatchOrder(len(prepared.train), run_config.prompts_per_step, run_config.seed, period)
+        with startup.part("weights"):
+            worker = HostWorker(prepared.model, config, timer.phase, agree, make_engine)
+            if outset.restores:
+                worker.trainer.restore(checkpoints.restore(worker.trainer.state()))
         check = interrupts.check
         if lockstep is None:
-            generation = Generation(worker, grader, config, timer, check)
+            generation = Generation(worker, grader, config, timer, check, journal)
         else:
-            generation = SingleGeneration(worker, grader, config, timer, check, lockstep=lockstep, train=prepared.train,
-                                          held_out=prepared.held_out, order=order)  # fmt: skip
-        loop = Loop(prepared, group, worker, generation, order, log, progress, checkpoints, timer, interrupts, position)
+            generation = SingleGeneration(worker, grader, config, timer, check, journal, lockstep=lockstep,
+                                          train=prepared.train, held_out=prepared.held_out, order=order)  # fmt: skip
+        loop = Loop(prepared, group, worker, generation, order, log, progress, checkpoints, timer, interrupts, outset,
+                    journal, startup)  # fmt: skip
         with Collector(config.hosts.freeze_gc) as collector:
             loop.run(collector)
         return loop.position, str(log.folder)
@@ -156,25 +165,39 @@ class Loop:
         checkpoints: SharedCheckpoints,
         timer: StepTimer,
         interrupts: Interrupts,
-        position: Position,
+        outset: Outset,
+        journal: Journal,
+        startup: Startup,
     ):
-        self.config, self.position = prepared.config, position
+        self.config, self.position = prepared.config, outset.position
+        self._outset, self._journal, self._startup = outset, journal, startup
         self._prepared, self._group, self._worker, self._log = prepared, group, worker, log
         self._progress, self._checkpoints, self._timer, self._interrupts = progress, checkpoints, timer, interrupts
         self._generation, self._order = generation, order
         self._held_out = [prepared.held_out[index] for index in self._share(prepared.held_out)]
         self._num_idle_steps = 0
+        self._journal_seconds = 0.0  # up to the last step's end
 
     def run(self, collector: Collector) -> None:
         """The steps that are left. A checkpoint is written at the end, and when the run is interrupted."""
-        run_config = self.config.run
-        self._publish()
-        self._warm_up()
+        run_config, first, lost = self.config.run, self.position.next_step, self._outset.first_new_step()
+        with self._startup.part("weights"):
+            self._publish()
+        with self._startup.part("programs"):
+            self._warm_up()
         try:
-            if self.position.next_step == 0 and self._evaluates:
-                accuracy = self._evaluate(0)
+            if first == 0 and self._evaluates and self.position.held_out_first is None:
+                accuracy = self._evaluate(-1)
                 self.position = Position(0, accuracy, accuracy)
                 self._progress.note(f"held-out accuracy {accuracy:.2f} before training")
+            if lost > first:
+                self._progress.begin("train", f"steps {first + 1} to {lost} again, from the journal")
+            with self._startup.part(f"training {lost - first} steps again"):
+                for step_index in range(first, min(lost, run_config.num_steps)):
+                    self._step(step_index, collector)
+            if self._outset.resumption.run > 1 or self._outset.restores:
+                reached = f"resumed at step {min(lost + 1, run_config.num_steps)} of {run_config.num_steps}"
+                self._progress.note(self._startup.line(reached))
             for step_index in range(self.position.next_step, run_config.num_steps):
                 self._step(step_index, collector)
         except KeyboardInterrupt as stop:
@@ -206,19 +229,25 @@ class Loop:
         self._progress.note(f"{num_programs} sampling programs ready in {time.perf_counter() - start:.0f} s")
 
     def _save(self) -> None:
-        self._checkpoints.save(self._worker.trainer.state(), self.position)
+        self._begin_to_save()
         self._checkpoints.wait()
+
+    def _begin_to_save(self) -> None:
+        self._checkpoints.save(self._worker.trainer.state(), self.position)
+        self._journal.saved(self.position.next_step, oldest_kept=self._checkpoints.oldest_kept)
 
     def _publish(self) -> None:
         with self._group.waiting("publish"):
             self._worker.publish()
+        self._journal.published(self._worker.policy_version)
 
     def _step(self, step_index: int, collector: Collector) -> None:
         run_config, number, meetings = self.config.run, step_index + 1, self._group.num_meetings
         with self._timer.step(step_index):
             batch = [self._prepared.train[index] for index in self._order.at(step_index)]
             places = self._share(batch)
-            generated = self._generate([batch[place] for place in places], step_index)
+            prompts = [batch[place] for place in places]
+            generated = self._generate(prompts, places, step_index)
             with self._timer.phase("reward"):
                 lesson = learning.lesson(generated.groups, self.config)
             with self._timer.phase("pack"):
@@ -228,31 +257,35 @@ class Loop:
                 agreed = meet(self._group, report)
             if agreed.stop:
                 raise AgreedStop  # from here to the position the step is finished, come what may
+            version = self._worker.policy_version
             trained = self._train(step_index, lesson, updates, agreed)
+            update = trained.update
+            self._journal.trained(step_index, version, update.policy_version, places, prompts, update.skipped_because)
             self._publish()
             meetings = self._group.num_meetings - meetings
             due = number % max(run_config.eval_every, 1) == 0 or number == run_config.num_steps
-            accuracy = self._evaluate(step_index) if self._evaluates and due else None
+            accuracy = self._evaluation(step_index) if self._evaluates and due else None
             self.position = self.position.after(step_index, accuracy)
             if run_config.checkpoint_every and number % run_config.checkpoint_every == 0:
                 with self._timer.phase("checkpoint"):
-                    self._checkpoints.save(self._worker.trainer.state(), self.position)
-            advantages = [result.values.tolist() for result in lesson.advantages]
-            self._log.samples(step_index, generated.groups, advantages, places)
+                    self._begin_to_save()
+            if step_index not in self._log.kept:
+                advantages = [result.values.tolist() for result in lesson.advantages]
+                self._log.samples(step_index, generated.groups, advantages, places)
             with self._timer.phase("collect"):
                 collector.collect()
         self._record(agreed, report, trained, accuracy, meetings)
         if self.position.next_step == 1 or not collector.is_frozen:  # after the training programs' first use
             collector.freeze()
 
-    def _generate(self, prompts: Sequence[Prompt], step_index: int) -> Generated:
+    def _generate(self, prompts: Sequence[Prompt], places: Sequence[int], step_index: int) -> Generated:
         """This host's groups. Stopped by a signal, it has none, and says so in the meeting: no host leaves alone."""
 
         def show(done: int, total: int, tokens_per_second: float) -> None:
             self._progress.generate(step_index, done, total, tokens_per_second)
 
         try:
-            return self._generation.rollouts(prompts, step_index, show)
+            return self._generation.rollouts(prompts, places, step_index, show)
         except KeyboardInterrupt:
             if not self._interrupts.came:
                 raise
@@ -293,14 +326,18 @@ class Loop:
     ) -> None:
         """The step's line in this host's log: host 0's is of all hosts, another's of its own part."""
         account, several = self._timer.last(), self._group.size > 1
+        if account.step in self._log.kept:  # its first line holds what the step took when it was whole
+            return
         before = self.position.held_out_first if account.step == 0 else None
+        journal_seconds = self._journal.seconds - self._journal_seconds
+        self._journal_seconds = self._journal.seconds
         metrics = learning.step_metrics(
             account,
             agreed if self._group.is_first else Agreed((report,)),
             trained,
             held_out_before=before,
             held_out=accuracy,
-            extra={"num_meetings": num_meetings} if several else {},
+            extra={"journal_seconds": journal_seconds, **({"num_meetings": num_meetings} if several else {})},
         )
         if several and self.config.hosts.metrics_in_barrier:
             lines = self._group.exchange("metrics", metrics.to_json())
@@ -309,6 +346,14 @@ class Loop:
         if self._group.is_first or not self.config.hosts.metrics_in_barrier:
             self._log.step(metrics)
         self._progress.step(metrics, alarms(self._log.history))
+
+    def _evaluation(self, step_index: int) -> float:
+        """The accuracy after a step: as it was found before this start, or now."""
+        known = self._outset.resumption.evaluations.get(step_index)
+        if known is not None:
+            self._journal.evaluated(step_index, known)
+            return known
+        return self._evaluate(step_index)
 
     def _evaluate(self, step_index: int) -> float:
         """Mean reward over all hosts' held-out prompts, NaN if none could be scored; one meeting of its own."""
@@ -331,4 +376,6 @@ class Loop:
         if told[:, 0].any():
             raise AgreedStop
         count = int(told[:, 1].sum())
-        return math.fsum(np.ascontiguousarray(told[:, 2]).view(np.float64)) / count if count else math.nan
+        accuracy = math.fsum(np.ascontiguousarray(told[:, 2]).view(np.float64)) / count if count else math.nan
+        self._journal.evaluated(step_index, accuracy)
+        return accuracy

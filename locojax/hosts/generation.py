@@ -1,19 +1,28 @@
-"""Prompts -> graded groups: one host's generation, with grading beside it."""
+"""Prompts -> graded groups: one host's generation, with grading beside it.
+
+What is finished is journaled as it is finished; what an earlier process of the run has journaled is not done again.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from locojax.config import Config
+from locojax.errors import CheckpointError, GradingError
+from locojax.hosts.journal import Journal, StepNotes
 from locojax.hosts.phases import StepTimer
 from locojax.hosts.worker import HostWorker
 from locojax.rl.grading import Grader
 from locojax.rl.rewards import GradeInput
 from locojax.rl.seeds import sample_seed
-from locojax.types import Group, Prompt, Reward, Rollout, SampleRequest, SampleResult, SamplingParams
+from locojax.types import Completion, Group, Prompt, Reward, Rollout, SampleRequest, SamplingParams
+
+_LAST_GRADES_SECONDS = 3.0  # that a run which is being stopped waits for grades under way, to journal them
 
 Show = Callable[[int, int, float], None]
 """(completions done, of how many, tokens/s)."""
@@ -32,11 +41,20 @@ class Generation:
 
     Args:
       check: called between decoding calls; may raise to stop (Ctrl-C), which gives the unfinished requests up.
+      journal: keeps the training steps' groups.
     """
 
-    def __init__(self, worker: HostWorker, grader: Grader, config: Config, timer: StepTimer, check: Callable[[], None]):
+    def __init__(
+        self,
+        worker: HostWorker,
+        grader: Grader,
+        config: Config,
+        timer: StepTimer,
+        check: Callable[[], None],
+        journal: Journal,
+    ):
         self._worker, self._grader, self._config = worker, grader, config
-        self._timer, self._check = timer, check
+        self._timer, self._check, self._journal = timer, check, journal
 
     def warm_up(self, train: Sequence[Prompt], held_out: Sequence[Prompt], batch: int) -> int:
         """Compiles what the run's batches need, seen on its longest prompts; returns the number of programs.
@@ -49,11 +67,17 @@ class Generation:
         count = self._worker.warm_up(self._training_requests(longest, 0), most)
         return count + (self._worker.warm_up(self._greedy_requests(held_out), most) if held_out else 0)
 
-    def rollouts(self, prompts: Sequence[Prompt], step_index: int, show: Show) -> Generated:
-        """One training step's groups. Seeds follow from (run seed, step, prompt): order and host don't matter."""
+    def rollouts(self, prompts: Sequence[Prompt], places: Sequence[int], step_index: int, show: Show) -> Generated:
+        """One training step's groups. Seeds follow from (run seed, step, prompt): order and host don't matter.
+
+        Args:
+          places: of the prompts, in the batch of all hosts.
+        """
         with self._timer.phase("admit"):
+            size, version = self._config.rollout.group_size, self._worker.policy_version
+            notes = self._journal.step(step_index, places, prompts, policy_version=version, group_size=size)
             requests = self._training_requests(prompts, step_index)
-        return self._generate(requests, prompts, show)
+        return self._generate(requests, prompts, show, notes)
 
     def greedy(self, prompts: Sequence[Prompt], show: Show) -> tuple[Group, ...]:
         """One greedy completion of each prompt, graded."""
@@ -90,33 +114,107 @@ class Generation:
     def _request(self, name: str, prompt: Prompt, params: SamplingParams, num_samples: int) -> SampleRequest:
         return SampleRequest(name, prompt.tokens, params, num_samples=num_samples, adapter=self._worker.adapter)
 
-    def _generate(self, requests: Sequence[SampleRequest], prompts: Sequence[Prompt], show: Show) -> Generated:
-        prompt_of = {request.request_id: prompt for request, prompt in zip(requests, prompts, strict=True)}
+    def _generate(
+        self, requests: Sequence[SampleRequest], prompts: Sequence[Prompt], show: Show, notes: StepNotes | None = None
+    ) -> Generated:
+        grading = _Grading(self._grader, self._worker.completion_text, prompts, notes)
+        index_of = {request.request_id: index for index, request in enumerate(requests)}
         total = sum(request.num_samples for request in requests)
-        results: dict[str, SampleResult] = {}
-        grades: dict[str, list[Future[Reward]]] = {}
-        num_tokens, num_done, start = 0, 0, time.perf_counter()
+        grading.submit_known()
+        wanted = [request for index, request in enumerate(requests) if index not in grading.completions]
+        num_tokens, num_done, start = 0, total - sum(request.num_samples for request in wanted), time.perf_counter()
         try:
-            for result in self._worker.sample(requests):
-                results[result.request_id] = result
-                grades[result.request_id] = self._submit(prompt_of[result.request_id], result)
+            for result in self._worker.sample(wanted):
+                seconds = time.perf_counter() - start
+                grading.submit(index_of[result.request_id], result.completions, seconds)
                 num_tokens += sum(len(completion.tokens) for completion in result.completions)
                 num_done += len(result.completions)
-                show(num_done, total, num_tokens / (time.perf_counter() - start))
+                show(num_done, total, num_tokens / seconds)
                 self._check()
+        except KeyboardInterrupt:
+            grading.wait(_LAST_GRADES_SECONDS)
+            raise
         finally:
-            self._worker.abort([request for request in requests if request.request_id not in results])
-        seconds = time.perf_counter() - start
+            done = grading.completions
+            self._worker.abort([request for request in wanted if index_of[request.request_id] not in done])
+        seconds = time.perf_counter() - start + grading.known_seconds
         with self._timer.phase("reward"):
-            groups = []
-            for request, prompt in zip(requests, prompts, strict=True):
-                rewards = self._grader.collect(grades[request.request_id])
-                completions = results[request.request_id].completions
-                groups.append(Group(prompt, tuple(map(Rollout, completions, rewards))))
-        return Generated(tuple(groups), seconds)
+            return Generated(grading.groups(), seconds)
 
-    def _submit(self, prompt: Prompt, result: SampleResult) -> list[Future[Reward]]:
-        text = self._worker.completion_text
-        return self._grader.submit(
-            [GradeInput(prompt, text(completion), completion.stop_reason) for completion in result.completions]
+
+class _Grading:
+    """The groups of one batch on their way: completions, and grades as they come.
+
+    Attributes:
+      completions: of each group that is finished, by index of its prompt.
+      known_seconds: what sampling the groups took that were not sampled here.
+    """
+
+    def __init__(
+        self,
+        grader: Grader,
+        text_of: Callable[[Completion], str],
+        prompts: Sequence[Prompt],
+        notes: StepNotes | None,
+    ):
+        self._grader, self._text_of, self._prompts, self._notes = grader, text_of, prompts, notes
+        self.completions: dict[int, tuple[Completion, ...]] = {}
+        self._grades: dict[int, list[Future[Reward]]] = {}
+        self.known_seconds = 0.0
+
+    def submit_known(self) -> None:
+        """What the journal holds; only grades that it lacks are asked for."""
+        for index, group in self._notes.known.items() if self._notes is not None else ():
+            self.known_seconds = max(self.known_seconds, group.seconds)
+            missing = [each for each, reward in zip(group.completions, group.rewards, strict=True) if reward is None]
+            asked = iter(self._submit(index, missing))
+            self.completions[index] = group.completions
+            self._grades[index] = [next(asked) if reward is None else _done(reward) for reward in group.rewards]
+
+    def submit(self, index: int, completions: Sequence[Completion], seconds: float) -> None:
+        """A prompt's completions are there, `seconds` after the first admission."""
+        if self._notes is not None:
+            self._notes.sampled(index, completions, seconds)
+        self.completions[index] = tuple(completions)
+        self._grades[index] = self._submit(index, completions)
+
+    def wait(self, seconds: float) -> None:
+        """Until what was submitted is graded, or so long."""
+        concurrent.futures.wait([future for each in self._grades.values() for future in each], seconds)
+
+    def groups(self) -> tuple[Group, ...]:
+        """All of the batch's groups, once they are graded, in the order of the prompts."""
+        found = []
+        for index, prompt in enumerate(self._prompts):
+            rewards = self._grader.collect(self._grades[index])
+            found.append(Group(prompt, tuple(map(Rollout, self.completions[index], rewards))))
+        return tuple(found)
+
+    def _submit(self, index: int, completions: Sequence[Completion]) -> list[Future[Reward]]:
+        prompt = self._prompts[index]
+        futures = self._grader.submit(
+            [GradeInput(prompt, self._text_of(each), each.stop_reason) for each in completions]
         )
+        if (notes := self._notes) is not None:
+            for completion, future in zip(completions, futures, strict=True):
+                future.add_done_callback(_Noted(notes, index, completion))
+        return futures
+
+
+@dataclasses.dataclass(frozen=True)
+class _Noted:
+    """Journals a grade as it comes, in whatever thread."""
+
+    notes: StepNotes
+    index: int
+    completion: Completion
+
+    def __call__(self, future: Future[Reward]) -> None:
+        with contextlib.suppress(GradingError, CheckpointError):  # told by `collect`; by the journal's next record
+            self.notes.graded(self.index, self.completion, future.result())
+
+
+def _done(reward: Reward) -> Future[Reward]:
+    future: Future[Reward] = Future()
+    future.set_result(reward)
+    return future

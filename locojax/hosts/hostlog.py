@@ -20,7 +20,10 @@ class HostLog:
     """Has the methods of `RunLog`, for the host `rank`.
 
     Args:
-      resume_at: first step of this process; None: a new run.
+      resume_at: first step that this process does anew; None: a new run.
+
+    Attributes:
+      kept: steps that have their line already.
 
     Raises:
       CheckpointError: the folder can't be written; told by the next call.
@@ -34,6 +37,7 @@ class HostLog:
         with writing(self.folder):
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
             kept = [] if resume_at is None else [m for m in read_metrics(path) if m.step < resume_at]
+            self.kept = frozenset(metrics.step for metrics in kept)
             replace_file(path, "".join(metrics.to_json() + "\n" for metrics in kept))
             self._file = path.open("a", encoding="utf-8")
         self._error: Exception | None = None

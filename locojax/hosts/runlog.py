@@ -32,8 +32,11 @@ class RunLog:
 
     Args:
       config: resolved; written to config.toml.
-      resume_at: first step of this process. None: a new run, whose folder must hold no metrics yet. A resumed run drops
-        the lines of steps that will be trained again.
+      resume_at: first step that this process does anew. None: a new run, whose folder must hold no metrics yet. A
+        resumed run drops the lines and samples of steps from there on.
+
+    Attributes:
+      kept: steps that have their line already.
 
     Raises:
       ConfigError: the folder already holds a run and `resume_at` is None; a metric writer's package is missing.
@@ -61,9 +64,12 @@ class RunLog:
         elif self._metrics_path.exists():
             remedy = "Continue it with --resume, choose another run.name, or remove the folder"
             raise ConfigError(f"The run folder {str(self.folder)!r} already holds a run", remedy=remedy)
+        self.kept = frozenset(metrics.step for metrics in self.history)
         self._writers = make_writers(config, self.folder)  # before the folder is touched: it may refuse
         with writing(self.folder):
             (self.folder / "samples").mkdir(parents=True, exist_ok=True)
+            if resume_at is not None:
+                _remove_samples(self.folder / "samples", resume_at)
             replace_file(self.folder / "config.toml", settings.to_toml(config))
             replace_file(self._metrics_path, "".join(metrics.to_json() + "\n" for metrics in self.history))
             self._file = self._metrics_path.open("a", encoding="utf-8")
@@ -180,6 +186,14 @@ def read_metrics(path: pathlib.Path) -> list[StepMetrics]:
             if number < len(lines):
                 raise CheckpointError(f"{path}, line {number} is not a step's metrics: {error}") from error
     return found
+
+
+def _remove_samples(folder: pathlib.Path, from_step: int) -> None:
+    """Of steps that are done anew, all hosts': another number of them will share the prompts out otherwise."""
+    for path in folder.glob("step_*.jsonl"):
+        number = path.name.removeprefix("step_").partition(".")[0]
+        if number.isdecimal() and int(number) >= from_step:
+            path.unlink(missing_ok=True)
 
 
 def replace_file(path: pathlib.Path, text: str) -> None:

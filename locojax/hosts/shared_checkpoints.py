@@ -5,8 +5,6 @@ Host 0's memory holds the whole state once while it is written or read; no folde
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +32,10 @@ class SharedCheckpoints:
         self._own: Checkpoints | None = None
         if group.is_first:
             self._own = Checkpoints(run_folder(config) / CHECKPOINTS, config, alone=group.size > 1)
+        self.folder = run_folder(config) / CHECKPOINTS
+        self._keep_last = config.run.keep_last
         self._newest: int | None = None
+        self._saved: list[int] = []  # that this process knows of, the last one perhaps not whole yet
 
     def __enter__(self) -> SharedCheckpoints:
         return self
@@ -48,6 +49,12 @@ class SharedCheckpoints:
         """The step of the checkpoint that was read or written last in this process."""
         return self._newest
 
+    @property
+    def oldest_kept(self) -> int:
+        """The step of the oldest of the last whole checkpoints that are kept: no resume goes further back."""
+        whole = self._saved[:-1][-self._keep_last :]
+        return whole[0] if whole else 0
+
     def save(self, state: Mapping[str, Any], position: Position) -> None:
         """Begins to write a checkpoint of the trainer's state."""
         if self._group.size > 1:
@@ -56,18 +63,23 @@ class SharedCheckpoints:
         if self._own is not None:
             self._own.save(state, position)
         self._newest = position.next_step
+        self._saved.append(position.next_step)
 
     def wait(self) -> None:
         """Returns when what was saved is on disk; needs no other host."""
         if self._own is not None:
             self._own.wait()
 
-    def position(self) -> Position:
-        """The position of the newest checkpoint."""
-        text = "" if self._own is None else json.dumps(dataclasses.asdict(self._own.position()))
-        position = Position(**json.loads(self._group.exchange("resume", text)[0]))
+    def newest_sound(self) -> tuple[list[str], Position | None]:
+        """(what is wrong with newer ones, the position of the newest sound checkpoint or None); host 0's alone."""
+        assert self._own is not None
+        damaged = self._own.check()
+        return damaged, None if self._own.latest() is None else self._own.position()
+
+    def goes_on_from(self, position: Position) -> None:
+        """All hosts agree to go on from this checkpoint."""
         self._newest = position.next_step
-        return position
+        self._saved = [position.next_step]
 
     def restore(self, like: Mapping[str, Any]) -> Mapping[str, Any]:
         """The newest checkpoint's state, for a trainer whose own is `like`; with several hosts, in numpy."""

@@ -19,6 +19,7 @@ from typing import Any
 from locojax.config import Config
 from locojax.hosts.generation import Generated, Generation, Show
 from locojax.hosts.group import Group
+from locojax.hosts.journal import Journal
 from locojax.hosts.phases import StepTimer
 from locojax.hosts.sharing import shares
 from locojax.hosts.single_orders import Orders
@@ -90,13 +91,14 @@ class SingleGeneration(Generation):
         config: Config,
         timer: StepTimer,
         check: Callable[[], None],
+        journal: Journal,
         *,
         lockstep: Lockstepping,
         train: Sequence[Prompt],
         held_out: Sequence[Prompt],
         order: BatchOrder,
     ):
-        super().__init__(worker, grader, config, timer, check)
+        super().__init__(worker, grader, config, timer, check, journal)
         self._lockstep, self._train, self._held_out, self._order = lockstep, train, held_out, order
 
     def warm_up(self, train: Sequence[Prompt], held_out: Sequence[Prompt], batch: int) -> int:
@@ -108,10 +110,13 @@ class SingleGeneration(Generation):
         self._lockstep.orders.end([()] * self._lockstep.group.size)
         return count
 
-    def rollouts(self, prompts: Sequence[Prompt], step_index: int, show: Show) -> Generated:
+    def rollouts(self, prompts: Sequence[Prompt], places: Sequence[int], step_index: int, show: Show) -> Generated:
         """This host's groups of the step, out of those that the head generated. `prompts`: this host's."""
         batch = [self._train[index] for index in self._order.at(step_index)]
-        return self._directed(batch, lambda: super(SingleGeneration, self).rollouts(batch, step_index, show))
+        everywhere = range(len(batch))
+        return self._directed(
+            batch, lambda: super(SingleGeneration, self).rollouts(batch, everywhere, step_index, show)
+        )
 
     def greedy(self, prompts: Sequence[Prompt], show: Show) -> tuple[Graded, ...]:
         """This host's held-out groups, out of those that the head generated."""

@@ -1,0 +1,116 @@
+"""Where a run begins, or goes on: its newest sound checkpoint and its journal, told by host 0 to all."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+from locojax.config import Config
+from locojax.errors import CheckpointError
+from locojax.hosts.checkpoint import Position
+from locojax.hosts.group import Group
+from locojax.hosts.journal import Journal, discard_rollouts, ledgers
+from locojax.hosts.journal_files import Folder
+from locojax.hosts.journal_records import Started
+from locojax.hosts.journal_resume import Resumption, check_new, deciding, journal_folder, resumption
+from locojax.hosts.shared_checkpoints import SharedCheckpoints
+from locojax.rl.batches import BatchOrder
+
+
+@dataclasses.dataclass(frozen=True)
+class Outset:
+    """Filled by `find_outset`, alike on all hosts.
+
+    Attributes:
+      restores: whether the weights come from a checkpoint; else from the model.
+    """
+
+    position: Position
+    restores: bool
+    resumption: Resumption
+
+    def first_new_step(self) -> int:
+        """The first step that was not trained before; those from `position` up to it are trained again, from what was
+        sampled and graded for them."""
+        return self.resumption.lost_step
+
+
+def find_outset(
+    config: Config, group: Group, checkpoints: SharedCheckpoints, *, resume: bool, say: Callable[[str], None]
+) -> Outset:
+    """Where this start of the run begins; a meeting if it goes on.
+
+    Raises:
+      CheckpointError: there is nothing to go on from, or it was made with other settings, or can't be read; or a new
+        run's journal is there already. On host 0: the others then end with it.
+    """
+    folder = journal_folder(config)
+    if not resume:
+        if group.is_first:
+            check_new(folder)
+        return Outset(Position(0, None, None), False, Resumption())
+    told = json.dumps(_told(config, checkpoints, folder)) if group.is_first else ""
+    fields = json.loads(group.exchange("resume", told)[0])
+    found = Outset(Position(**fields["position"]), fields["restores"], Resumption.decode(fields["resumption"]))
+    for note in fields["notes"]:
+        say(note)
+    if found.restores:
+        checkpoints.goes_on_from(found.position)
+    before, now = found.resumption.num_hosts_before, group.size
+    if before not in (0, now):
+        say(f"{_hosts(now)} now, {_hosts(before)} before: prompts are shared out anew, what was graded is kept")
+    if found.resumption.changed:
+        discard_rollouts(folder, found.position.next_step)
+        names = ", ".join(found.resumption.changed)
+        say(f"other settings than before ({names}): steps from {found.position.next_step + 1} on are sampled anew")
+    return found
+
+
+def _told(config: Config, checkpoints: SharedCheckpoints, folder: Folder) -> dict[str, object]:
+    records, torn = ledgers(folder)
+    notes = [f"the journal's {name} ended in a torn record: its last {size} bytes are cut off"
+             for name, size in torn.items()]  # fmt: skip
+    damaged, position = checkpoints.newest_sound()
+    if position is None and (damaged or not records):
+        raise CheckpointError(
+            f"There is no {'sound ' if damaged else ''}checkpoint to resume from in {str(checkpoints.folder)!r}",
+            got="; ".join(damaged) or None,
+            remedy="Run once more with --resume to begin again from what the journal holds"
+            if damaged and records
+            else "Start without --resume, or check run.dir and run.name",
+        )
+    start = position or Position(0, None, None)
+    found = resumption(records, start.next_step, deciding(config))
+    if position is None and -1 in found.evaluations:
+        start = Position(0, found.evaluations[-1], found.evaluations[-1])
+    return {
+        "position": dataclasses.asdict(start),
+        "restores": position is not None,
+        "resumption": found.encode(),
+        "notes": damaged + notes,
+    }
+
+
+def open_journal(config: Config, group: Group, outset: Outset, order: BatchOrder) -> Journal:
+    """This host's journal of this start.
+
+    Raises:
+      CheckpointError: it can't be written.
+    """
+    resumed = outset.resumption
+    started = Started(
+        run=resumed.run,
+        rank=group.rank,
+        num_hosts=group.size,
+        next_step=outset.position.next_step,
+        num_prompts=order.num_prompts,
+        prompts_per_step=order.batch_size,
+        period=order.period,
+        settings=deciding(config),
+    )
+    return Journal(journal_folder(config), started, recalls=resumed.run > 1)
+
+
+def _hosts(number: int) -> str:
+    return "1 host" if number == 1 else f"{number} hosts"
