@@ -39,6 +39,9 @@ CAUSAL_BLOCK = 128
 ATTENDED = "attended"
 """Name, for remat policies, of what the backward pass of attention reads besides q, k and v."""
 
+MAX_SCORES = 1 << 28
+"""A prompt's chunk with more scores than this attends to what is cached block of queries by block."""
+
 MASKED = -1e30
 """Added to nothing: the score of an invisible key. Finite, so that a row with no visible key stays finite."""
 
@@ -183,7 +186,13 @@ def chunk_with_context(q: Array, k: Array, v: Array, context_k: Array, context_v
     mask = jnp.concatenate(
         [jnp.broadcast_to(seen[:, None], (q.shape[0], T, P)), jnp.broadcast_to(causal[None], (q.shape[0], T, T))], -1
     )
-    return _attend(q, keys, values, mask)
+    R, _, H, h = q.shape
+    if R * H * T * (P + T) <= MAX_SCORES or T % CAUSAL_BLOCK:
+        return _attend(q, keys, values, mask)
+    blocks = (R, T // CAUSAL_BLOCK, CAUSAL_BLOCK)
+    queries, masks = q.reshape(*blocks, H, h).swapaxes(0, 1), mask.reshape(*blocks, P + T).swapaxes(0, 1)
+    out = jax.lax.map(lambda block: _attend(block[0], keys, values, block[1]), (queries, masks))
+    return out.swapaxes(0, 1).reshape(q.shape)
 
 
 def decode_shared(

@@ -102,7 +102,7 @@ def _splash_kernel(num_tokens: int, num_heads: int, name: str, window: int | Non
     return kernel, lib.SegmentIds
 
 
-def check_ragged(num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: Any) -> None:
+def check_ragged(num_kv_heads: int, head_dim: int, dtype: Any) -> None:
     """Raises ConfigError unless `ragged_paged` can be compiled for a cache of these sizes."""
     packed = 4 // jnp.dtype(dtype).itemsize
     rows, left = divmod(2 * num_kv_heads, packed)
@@ -112,12 +112,14 @@ def check_ragged(num_heads: int, num_kv_heads: int, head_dim: int, page_size: in
             got=f"{num_kv_heads} in {jnp.dtype(dtype).name}",
             expected=f"{', '.join(str(n * packed // 2) for n in (1, 2, 4) if n * packed > 1)} or a multiple of "
             f"{4 * packed}",
+            remedy='Set attention="plain"',
         )
     if head_dim % LANES:
         raise ConfigError(
             "The ragged paged attention kernel can't tile this head dimension",
             got=head_dim,
             expected=f"a multiple of {LANES}",
+            remedy='Set attention="plain"',
         )
 
 
@@ -139,7 +141,7 @@ def ragged_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Arr
             jnp.arange(B + 1, dtype=jnp.int32),
             jnp.full(1, B, jnp.int32),
             sm_scale=q.shape[-1] ** -0.5,
-            # Given, as the kernel would look the machine's own device up in its table, which isn't the one compiled for.
+            # Given, as the kernel would look this machine's device up in its table, not the one compiled for.
             num_kv_pages_per_block=min(max(1, RAGGED_BLOCK // page), W),
             num_queries_per_block=min(RAGGED_QUERIES, B),
         )

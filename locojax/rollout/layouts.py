@@ -246,6 +246,7 @@ class Paged(_OneCache):
 
     num_pages: int
     page_size: int
+    kernel: attention.Kernel = "plain"
 
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
         pages = (self.num_pages, self.page_size, 2 * spec.num_kv_heads, spec.head_dim)
@@ -294,7 +295,7 @@ class Paged(_OneCache):
         position = tables.prompt_len + own
         page = jnp.take_along_axis(tables.pages, position[:, None] // self.page_size, axis=1, mode="clip")[:, 0]
         layer = layer.at[page, position % self.page_size].set(storable(_side_by_side(k, v), layer.dtype), mode="drop")
-        return attention.decode_paged(q, layer, tables.pages, position + 1), layer
+        return attention.decode_paged(q, layer, tables.pages, position + 1, kernel=self.kernel), layer
 
     def store(self, layer: Any, to: Destination, k: Array, v: Array, start: Array | int = 0) -> Any:
         at = start + jnp.arange(k.shape[1], dtype=jnp.int32)

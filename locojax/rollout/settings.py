@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from locojax.errors import ConfigError
+from locojax.models.attention import Kernel, kernel_of
+from locojax.models.kernels import check_ragged
 from locojax.models.spec import ModelSpec
 from locojax.rollout.layout_rows import RowsLayout
 from locojax.rollout.layouts import Contiguous, Layout, Paged
@@ -38,6 +41,7 @@ class EngineSettings:
       logprobs_of: which distribution returned log-probs are of; see `types.LogprobsOf`.
       dtype: of weights' products and of the stored keys and values. Logits are fp32 always.
       seed: what requests without a seed of their own derive theirs from.
+      attention: the form that decoding over pages takes. auto: `tpu` on TPU.
     """
 
     max_slots: int = 128
@@ -52,6 +56,7 @@ class EngineSettings:
     dtype: Any = jnp.float32
     prefix_cache: bool = True
     seed: int = 0
+    attention: Kernel | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "min_rows", "max_prefill_tokens", "max_iterations", "kv_bytes", "page_size"):
@@ -96,7 +101,7 @@ def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemo
         num_pages = max_tokens // settings.page_size
         paged = PagedMemory(num_pages, settings.page_size, sizes, max_entries)
         if num_pages:
-            return paged, Paged(num_pages, settings.page_size)
+            return paged, Paged(num_pages, settings.page_size, _paged_kernel(spec, settings))
     elif settings.layout == "rows":
         context = min(settings.max_context or spec.max_context, spec.max_context)
         rows = RowsMemory(max_tokens, settings.page_size, sizes, max_entries, context)
@@ -107,3 +112,10 @@ def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemo
     raise ConfigError(
         "The engine's kv_bytes are too few", got=settings.kv_bytes, expected=f"many times {bytes_per_token} (one token)"
     )
+
+
+def _paged_kernel(spec: ModelSpec, settings: EngineSettings) -> Kernel:
+    kernel = kernel_of(jax.default_backend()) if settings.attention == "auto" else settings.attention
+    if kernel == "tpu":
+        check_ragged(spec.num_kv_heads, spec.head_dim, settings.dtype)
+    return kernel

@@ -100,6 +100,22 @@ class Publisher:
         return tree | ({decoder.UNEMBED: _transposed(one(params["head"]))} if "head" in params else {})
 
 
+def traced(
+    trainable: Tree, base: Tree, spec: ModelSpec, dtype: str, mesh: Mesh | None, *, merge: bool = False
+) -> dict[str, Any]:
+    """The programs that a publish runs, by name, for compiling them from shapes: `jax.stages.Traced` each.
+
+    Args:
+      trainable, base: as `sharded.abstract_state` has them; base None in full fine-tuning.
+    """
+    if base is None:
+        return {"publish": _unstacked.trace(trainable, spec, dtype, mesh)}
+    if merge:
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        return {"publish": _merged.trace(base, trainable, scale, spec, dtype, mesh)}
+    return {"publish": _copied.trace(trainable, mesh), "publish_base": _unstacked.trace(base, spec, dtype, mesh)}
+
+
 def _everywhere(tree: Tree, mesh: Mesh | None) -> Tree:
     """Inside a program: whole on every device."""
     if mesh is None:
