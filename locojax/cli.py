@@ -109,6 +109,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         module = importlib.import_module("locojax.cli_profile")
         module.add_options(profile)
         profile.set_defaults(command=functools.partial(module.run, start=_prepare), config_of=module.config_of)
+    summary = "was anything lost or done twice? checks what a run left, and says what is wrong"
+    doctor = commands.add_parser("doctor", help=summary, usage="locojax doctor RUN [RUN ...] [--no-checkpoints]",
+                                 description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
+    if "doctor" in arguments:
+        importlib.import_module("locojax.cli_doctor").add_options(doctor)
     return parser
 
 

@@ -16,7 +16,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "locojax"
 
 # A room -> the rooms it may import besides itself. BASE is open to all.
 BASE = frozenset({"types", "settings", "config", "errors"})
-COMMANDS = {"cli_launch", "cli_serve", "cli_compare", "cli_profile"}  # parts of the command line, imported by it alone
+# Parts of the command line, imported by it alone.
+COMMANDS = {"cli_launch", "cli_serve", "cli_compare", "cli_profile", "cli_doctor"}
 ROOMS = {
     "models": set(),
     "rollout": {"models"},
@@ -30,6 +31,7 @@ ROOMS = {
     "cli_launch": {"hosts"},
     "cli_compare": {"measure"},
     "cli_profile": {"models", "hosts", "measure"},
+    "cli_doctor": {"hosts"},
     "__main__": {"cli"},
 }
 
@@ -54,6 +56,9 @@ WITHOUT_JAX = (
     "hosts.report",
     "hosts.progress",
     "hosts.writers",
+    "hosts.journal",
+    "hosts.startup",
+    "hosts.interrupt",
     "measure.timeline",
     "measure.speedup",
     "measure.launches",

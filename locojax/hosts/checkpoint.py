@@ -62,12 +62,13 @@ class Checkpoints:
       folder: where they are kept; made if absent.
       config: resolved; its `run.keep_last` and `run.keep_best` say what is kept.
       alone: this process of several keeps them, and gives and takes numpy; the others take no part.
+      read_only: nothing in the folder is touched: another process may be writing it.
 
     Raises:
       CheckpointError: the folder can't be used, or a save or a restore fails.
     """
 
-    def __init__(self, folder: pathlib.Path, config: Config, *, alone: bool = False):
+    def __init__(self, folder: pathlib.Path, config: Config, *, alone: bool = False, read_only: bool = False):
         self.folder = folder
         self._config = config
         logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells its every move
@@ -82,8 +83,9 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy(policies),
-            create=not alone,  # orbax makes no folder for some processes of several
-            cleanup_tmp_directories=not alone,  # what a process that was killed left behind
+            create=not alone and not read_only,  # orbax makes no folder for some processes of several
+            cleanup_tmp_directories=not alone and not read_only,  # what a process that was killed left behind
+            read_only=read_only,
             enable_async_checkpointing=True,
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 primary_host=0, active_processes={0}, barrier_sync_key_prefix="locojax"
@@ -156,13 +158,13 @@ class Checkpoints:
                 raise error
             self._manager.check_for_errors()
 
-    def position(self) -> Position:
-        """The position of the newest checkpoint, checked against the config.
+    def position(self, step: int | None = None) -> Position:
+        """The position of a checkpoint, the newest one's if None, checked against the config.
 
         Raises:
           CheckpointError: there is none, or it was made with other settings (named).
         """
-        step = self._newest()
+        step = self._newest() if step is None else step
         with _reporting(self.folder, "read"):
             meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         for key, now in self._settings().items():
@@ -183,9 +185,9 @@ class Checkpoints:
             args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
             return self._manager.restore(step, args=args)["state"]
 
-    def restore_as_saved(self) -> dict[str, Any]:
-        """The newest checkpoint's state as it was written: for reading one without a trainer."""
-        step = self._newest()
+    def restore_as_saved(self, step: int | None = None) -> dict[str, Any]:
+        """A checkpoint's state as it was written, the newest one's if None: for reading it without a trainer."""
+        step = self._newest() if step is None else step
         with _reporting(self.folder, "read"):
             return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))["state"]
 
