@@ -10,7 +10,7 @@ from tiny import CONFIG
 
 from locojax.errors import ConfigError
 from locojax.hosts import serving_memory
-from locojax.hosts.serving_memory import GIB, auto_kv_bytes, device_memory, give_back
+from locojax.hosts.serving_memory import GIB, GIVE_BACK_EVERY, Freed, auto_kv_bytes, device_memory, give_back
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.models.spec import ModelSpec
 
@@ -59,3 +59,16 @@ def test_what_was_freed_is_given_back_where_the_c_library_can(monkeypatch):
         monkeypatch.setattr(ctypes, "CDLL", lambda name, library=library: library)
         give_back()
     assert asked == [0]
+
+
+def test_memory_is_given_back_when_idle_after_work_and_not_often(monkeypatch):
+    given, now = [], [0.0]
+    monkeypatch.setattr(serving_memory, "give_back", lambda: given.append(now[0]))
+    freed = Freed(clock=lambda: now[0])
+    every = GIVE_BACK_EVERY
+    for seconds, work in ((1, True), (every, False), (every + 1, True), (3 * every, False)):
+        now[0] = float(seconds)
+        if work:
+            freed.worked()
+        freed.idle()
+    assert given == [every, 3 * every], "not before its time, not without work since"

@@ -53,6 +53,7 @@ from locojax.hosts.serving_clock import PhaseClock
 from locojax.hosts.serving_disk import Disk
 from locojax.hosts.serving_lanes import Entry, HeldSamples, Lane, Lanes, Work, lane_of
 from locojax.hosts.serving_link import DiskDone, Link
+from locojax.hosts.serving_memory import Freed
 from locojax.hosts.serving_operations import Operations, Sampling, Tenants
 from locojax.hosts.serving_share import Share
 from locojax.hosts.serving_status import Totals, engine_status
@@ -94,6 +95,7 @@ class Loop:
         self._sampling: dict[str, None] = {}  # operations in `samplers`
         self._held = HeldSamples()
         self._disk = Disk(link.inbox)
+        self._freed = Freed()
         self._totals = Totals()
         self._answers = Answers(link, self._totals)
         self._stopping = False
@@ -121,6 +123,7 @@ class Loop:
         inbox, idle = self._link.inbox, not (self._samplers.num_unfinished or self._ready())
         try:
             if idle:
+                self._freed.idle()
                 with self._clock.phase("idle"):
                     message = inbox.get(timeout=max(self._next_status - time.monotonic(), 0.001))
             else:
@@ -208,6 +211,7 @@ class Loop:
         side = self._share.next(sampling=self._samplers.num_unfinished > 0, training=len(ready) > 0)
         if side is None or self._stopping:
             return
+        self._freed.worked()
         start = time.monotonic()
         if side == "sampling":
             self._step()

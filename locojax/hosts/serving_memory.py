@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -15,6 +17,8 @@ KV_SHARE = 1 / 6
 """Of the memory: the rest is for weights, adapters with their Adam state, and what programs use while they run."""
 
 GIB = 1 << 30
+GIVE_BACK_EVERY = 60.0
+"""Seconds at least between two times that a running engine gives memory back: pages are then faulted in again."""
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -37,6 +41,28 @@ def device_memory() -> int:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = _CGROUP_LIMIT.read_text().strip() if _CGROUP_LIMIT.is_file() else "max"
     return min(machine, int(limit)) if limit.isdecimal() else machine
+
+
+class Freed:
+    """Gives freed memory back at moments with nothing to do, if there was work since the last time.
+
+    Steps of many shapes leave glibc's heap full of holes: a SmolLM2 engine that had served recipes for 15 minutes was
+    resident with 15.2 GiB, of which 6.2 were holes.
+
+    Args:
+      clock: seconds; tests have their own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._worked, self._next = clock, False, clock() + GIVE_BACK_EVERY
+
+    def worked(self) -> None:
+        self._worked = True
+
+    def idle(self) -> None:
+        if self._worked and self._clock() >= self._next:
+            give_back()
+            self._worked, self._next = False, self._clock() + GIVE_BACK_EVERY
 
 
 def give_back() -> None:
