@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import json
 import multiprocessing
 import pathlib
@@ -36,6 +37,9 @@ from tiny import write_tiny_model  # noqa: E402
 
 KEY = "tml-load"
 HEARTBEAT_BOUND = 0.2  # seconds, of the 95th percentile
+LOST_AFTER = 300.0  # seconds: a future of the soak's, whose work takes a few, that has no result by then never will
+MARK_EVERY = 300.0  # seconds between the soak's marks
+SESSION_TIMEOUT = 60.0  # seconds
 
 
 def time_heartbeats(url: str, stop: Any, answers: Any) -> None:
@@ -77,8 +81,8 @@ def burst(server: Server, num_samples: int, num_bodies: int) -> dict[str, Any]:
     stop, answers = context.Event(), context.Queue()
     beats = context.Process(target=time_heartbeats, args=(server.url, stop, answers))
     service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
-    trainers = [service.create_lora_training_client(base_model=MODEL, rank=4, seed=i) for i in range(4)]
-    sampler = service.create_sampling_client(base_model=MODEL)
+    trainers = [service.create_lora_training_client(base_model=MODEL, rank=4, seed=i).result() for i in range(4)]
+    sampler = service.create_sampling_client(base_model=MODEL).result()
     batch = large_batch(3_000_000)
     beats.start()
     started = time.perf_counter()
@@ -99,7 +103,7 @@ def burst(server: Server, num_samples: int, num_bodies: int) -> dict[str, Any]:
     stop.set()
     waits = sorted(answers.get(timeout=60))
     beats.join()
-    service.close()
+    service.close("success").result()
     p95 = waits[int(0.95 * len(waits))]
     print(f"{num_samples} samples and {num_bodies} bodies of 3 MB in {seconds:.0f} s, {lost} futures lost; "
           f"{len(waits)} heartbeats: median {1e3 * waits[len(waits) // 2]:.0f} ms, 95 % within {1e3 * p95:.0f} ms, "
@@ -113,25 +117,34 @@ def burst(server: Server, num_samples: int, num_bodies: int) -> dict[str, Any]:
 
 def tenant(url: str, number: int, end: float, counts: dict[str, int], lock: threading.Lock) -> None:
     """Clients one after the other, each with a session of its own: trains, samples, saves, errs, and leaves."""
-    draw = random.Random(number)
+    draw, rest = random.Random(number), tinker.RestClient(base_url=url, api_key=KEY)
     while time.monotonic() < end:
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         try:
-            trainer = service.create_lora_training_client(base_model=MODEL, rank=draw.choice([1, 4, 8, 32]))
+            trainer = service.create_lora_training_client(
+                base_model=MODEL, rank=draw.choice([1, 4, 8, 32])
+            ).result(LOST_AFTER)
             for step in range(draw.randrange(1, 6)):
                 one_step(trainer, draw)
-                sampler = trainer.save_weights_and_get_sampling_client()
+                sampler = trainer.save_weights_and_get_sampling_client().result(LOST_AFTER)
                 ask(sampler, draw)
                 if draw.random() < 0.3:
-                    path = trainer.save_state(f"s{step}").result().path
-                    service.create_rest_client().delete_checkpoint_from_tinker_path(path).result()
+                    path = trainer.save_state(f"s{step}").result(LOST_AFTER).path
+                    rest.delete_checkpoint_from_tinker_path(path).result(LOST_AFTER)
             outcome = "done"
+        except concurrent.futures.TimeoutError:
+            outcome = "lost"
         except (tinker.TinkerError, ValueError) as error:
             outcome = type(error).__name__
+            with lock:
+                if outcome not in counts:
+                    print(f"first {outcome}: {error}", flush=True)
         if draw.random() < 0.8:  # the rest just leave, and their sessions expire
-            service.close()
+            service.close("success" if outcome == "done" else "errored").result()
         with lock:
             counts[outcome] = counts.get(outcome, 0) + 1
+        if outcome == "RequestFailedError":
+            time.sleep(5)  # all slots are taken, by those who just left
 
 
 def one_step(trainer: tinker.TrainingClient, draw: random.Random) -> None:
@@ -147,8 +160,8 @@ def one_step(trainer: tinker.TrainingClient, draw: random.Random) -> None:
         data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
     gradients = trainer.forward_backward(data, "cross_entropy")
     update = trainer.optim_step(types.AdamParams(learning_rate=draw.choice([1e-4, 1e-2, 1e5])))
-    gradients.result()
-    update.result()
+    gradients.result(LOST_AFTER)
+    update.result(LOST_AFTER)
 
 
 def ask(sampler: tinker.SamplingClient, draw: random.Random) -> None:
@@ -161,7 +174,7 @@ def ask(sampler: tinker.SamplingClient, draw: random.Random) -> None:
         for _ in range(4)
     ]
     for future in futures:
-        future.result()
+        future.result(LOST_AFTER)
 
 
 def megabytes(pid: int) -> float:
@@ -175,29 +188,63 @@ def open_futures(url: str) -> dict[str, float]:
     return {state: float(n) for state, n in re.findall(r'locojax_futures\{state="(\w+)"\} (\S+)', text)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What a server held at a moment: minutes since the start, MB resident, futures by state."""
+
+    minutes: float
+    engine: float
+    api: float
+    futures: dict[str, float]
+
+    @classmethod
+    def take(cls, server: Server, started: float) -> Mark:
+        minutes = round((time.monotonic() - started) / 60, 2)
+        sizes = [round(megabytes(server.child(role)), 1) for role in ("engine", "api")]
+        return cls(minutes, *sizes, open_futures(server.url))
+
+
 def soak(server: Server, minutes: float) -> dict[str, Any]:
-    end, counts, lock = time.monotonic() + 60 * minutes, dict[str, int](), threading.Lock()
-    threads = [threading.Thread(target=tenant, args=(server.url, i, end, counts, lock)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    rows: list[tuple[float, float, float]] = []
-    while any(thread.is_alive() for thread in threads):
-        time.sleep(5)
-        rows.append((time.monotonic(), megabytes(server.child("engine")), megabytes(server.child("api"))))
-        if len(rows) % 12 == 0:
-            print(f"{(rows[-1][0] - rows[0][0]) / 60:5.1f} min: engine {rows[-1][1]:.0f} MB, API {rows[-1][2]:.0f} MB, "
-                  f"{counts}, futures {open_futures(server.url)}", flush=True)  # fmt: skip
-    late = np.array(rows[len(rows) // 2 :])
-    slopes = [60 * float(np.polyfit(late[:, 0] - late[0, 0], late[:, i], 1)[0]) for i in (1, 2)]
-    left = {state: count for state, count in open_futures(server.url).items() if state in ("queued", "running", "open")}
+    started, counts, lock = time.monotonic(), dict[str, int](), threading.Lock()
+    end = started + 60 * minutes
+    rows: list[Mark] = []
+    marks: list[Mark] = []
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        tenants = [pool.submit(tenant, server.url, i, end, counts, lock) for i in range(4)]
+        while not all(one.done() for one in tenants):
+            time.sleep(5)
+            rows.append(Mark.take(server, started))
+            if rows[-1].minutes * 60 >= MARK_EVERY * (len(marks) + 1):
+                marks.append(rows[-1])
+                print(f"{marks[-1]}, {counts}", flush=True)
+        for one in tenants:
+            one.result()
+    left = wait_for_none(server.url)
+    late = rows[len(rows) // 2 :]
+    slopes = [
+        float(np.polyfit([row.minutes for row in late], [getattr(row, role) for row in late], 1)[0])
+        for role in ("engine", "api")
+    ]
     print(f"{sum(counts.values())} clients: {counts}; in the second half the engine grew {slopes[0]:.2f} MB a minute, "
-          f"the API {slopes[1]:.2f}; futures left: {left}")  # fmt: skip
+          f"the API {slopes[1]:.2f}; futures without a result: {left:.0f}")  # fmt: skip
     grew = max(*slopes, 1e-3)
     return {
         "name": "tinker_soak", "ours": round(grew, 3), "against": "1 MB a minute", "theirs": 1.0,
         "ratio": round(1.0 / grew, 2), "unit": "MB a minute, second half, the process that grew more",
-        "conditions": {"minutes": minutes, "clients": counts, "left": left},
+        "conditions": {
+            "minutes": minutes, "clients": counts, "lost": counts.get("lost", 0), "live_futures": left,
+            "mb_a_minute": {"engine": round(slopes[0], 3), "api": round(slopes[1], 3)},
+            "marks": [dataclasses.asdict(mark) for mark in marks],
+        },
     }  # fmt: skip
+
+
+def wait_for_none(url: str) -> float:
+    """Futures without a result once all clients are gone, and the sessions of those that just left have expired."""
+    deadline = time.monotonic() + 3 * SESSION_TIMEOUT
+    while (left := open_futures(url).get("pending", 0.0)) and time.monotonic() < deadline:
+        time.sleep(1)
+    return left
 
 
 def main() -> None:
@@ -211,7 +258,7 @@ def main() -> None:
         folder = pathlib.Path(temporary)
         (folder / "local").mkdir()
         write_tiny_model(folder / MODEL)
-        with serve(MODEL, folder, ["--session-timeout", "60"]) as server:
+        with serve(MODEL, folder, ["--session-timeout", f"{SESSION_TIMEOUT:.0f}"]) as server:
             result = burst(server, args.samples, args.bodies) if args.what == "burst" else soak(server, args.minutes)
     print(json.dumps(result))
 
