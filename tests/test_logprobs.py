@@ -35,8 +35,8 @@ def close(a, b, rtol=1e-5, atol=1e-5):
 @pytest.mark.parametrize("num_targets", [1, 3])
 @pytest.mark.parametrize("use_low_rank", [False, True])
 @pytest.mark.parametrize("vocab_first", [False, True])
-@pytest.mark.parametrize("tile", [8, 64])
-def test_values_and_gradients_equal_the_plain_twin(num_targets, use_low_rank, vocab_first, tile):
+@pytest.mark.parametrize(("tile", "chunk"), [(8, None), (64, None), (16, 40)])  # 101 entries: the last 40 overlap
+def test_values_and_gradients_equal_the_plain_twin(num_targets, use_low_rank, vocab_first, tile, chunk):
     hidden, head, targets, active, low_rank, g, ge = inputs(num_targets)
     head = head.T if vocab_first else head
     low_rank = low_rank if use_low_rank else None
@@ -49,7 +49,9 @@ def test_values_and_gradients_equal_the_plain_twin(num_targets, use_low_rank, vo
 
     ours = jax.jit(
         jax.value_and_grad(
-            lambda *a: scalar(target_logprobs, *a, tile=tile, with_entropy=True, entropy_gradient=True),
+            lambda *a: scalar(
+                target_logprobs, *a, tile=tile, chunk=chunk, with_entropy=True, entropy_gradient=True
+            ),
             argnums=(0, 1, 2),
             has_aux=True,
         )
@@ -61,12 +63,13 @@ def test_values_and_gradients_equal_the_plain_twin(num_targets, use_low_rank, vo
 
 
 @pytest.mark.parametrize("use_low_rank", [False, True])
-def test_a_frozen_head_gets_no_gradient_and_hidden_the_same_one(use_low_rank):
+@pytest.mark.parametrize("chunk", [None, 40])
+def test_a_frozen_head_gets_no_gradient_and_hidden_the_same_one(use_low_rank, chunk):
     hidden, head, targets, active, low_rank, g, _ = inputs()
     low_rank = low_rank if use_low_rank else None
 
     def ours(hidden, head, low_rank):
-        options = {"tile": 8, "low_rank": low_rank, "train_head": False, "with_entropy": True}
+        options = {"tile": 8, "chunk": chunk, "low_rank": low_rank, "train_head": False, "with_entropy": True}
         return jnp.sum(target_logprobs(hidden, head, targets, active, **options)[0] * g)
 
     def plain(hidden, head, low_rank):
@@ -126,6 +129,35 @@ def test_gradients_equal_finite_differences():
                 ends.append(oracle(*arguments))
             expected = (ends[0] - ends[1]) / (2 * h)
             np.testing.assert_allclose(np.sum(np.asarray(grads[argument]) * direction), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("use_low_rank", [False, True])
+@pytest.mark.parametrize("chunk", [None, 40])
+def test_in_bf16_a_token_that_is_nearly_sure_keeps_its_small_gradient(use_low_rank, chunk):
+    """A target's 1 - p of 0.0005 is nothing to a p rounded to bf16; the policies of RL are mostly as sure as that."""
+    hidden, head, _, _, low_rank, _, _ = inputs()
+    head = head.astype(jnp.bfloat16)
+    hidden, low_rank = hidden.astype(jnp.bfloat16), tuple(0.01 * leaf for leaf in low_rank) if use_low_rank else None
+    exact = [np.asarray(leaf, np.float64) for leaf in (hidden, head)]
+    targets = jnp.asarray(np.argmax(exact[0] @ exact[1], -1), jnp.int32)[:, None]
+    hidden = hidden * 8  # logits so far apart that the likeliest has nearly all
+    active = jnp.ones(N, bool)
+
+    def of(hidden, head, low_rank, function, **options):
+        return jnp.sum(function(hidden, head, targets, active, low_rank=low_rank, **options)[0])
+
+    options = {"tile": 16, "chunk": chunk, "train_head": False}
+    gradient = jax.jit(
+        jax.grad(lambda h: of(h, head, low_rank, target_logprobs, **options)),
+        compiler_options={"xla_allow_excess_precision": False},  # round where it says so, as an accelerator does
+    )
+    ours = gradient(hidden)
+    whole = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (hidden, head, low_rank))
+    expected = jax.grad(lambda h: of(h, *whole[1:], target_logprobs_plain))(whole[0])
+    error = np.linalg.norm(np.asarray(ours, np.float32) - expected, axis=-1)
+    size = np.linalg.norm(expected, axis=-1)
+    assert np.median(size) < 0.05
+    np.testing.assert_array_less(error[size > 1e-6], 0.05 * size[size > 1e-6])
 
 
 def test_inactive_positions_may_hold_nan():

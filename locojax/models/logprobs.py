@@ -1,22 +1,27 @@
 """Fused linear cross-entropy: log-probs of given tokens, and entropy, without ever holding [tokens, vocab].
 
 RL batches carry no loss on their prompts, so the head, a fifth of a small model, runs only where a log-prob is asked
-for: positions are ordered by need, and a loop whose trip count follows their number works through tiles of them. A
-tile's logits, [tile, V], are the largest temporary, forward and backward.
+for: positions are ordered by need, and a loop whose trip count follows their number works through tiles of them. Where
+the model is narrow, a tile goes through the vocabulary in chunks that stay in the processor's cache, with a running
+maximum and normalizer (Milakov & Gimelshein 2018). The logits of a tile and a chunk are the largest temporary, forward
+and backward.
 
 Shape letters: N positions (rows x tokens of a micro-batch, flat), D hidden, V vocab, K targets a position, r rank,
-M = tile.
+M = tile, C = chunk.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
+
+from locojax.models.unembedding import LOWEST, Chunk, Head, chunk_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +29,14 @@ class _Plan:
     """What is fixed when the program is compiled.
 
     Attributes:
-      tile: positions a trip of the loop.
+      tile: positions a trip of the loop. chunk: vocabulary entries a trip of the loop inside it.
       entropy: return it, and let gradients through it.
       train_head: the head needs a gradient.
       vocab_first: the head is [V, D], as a tied embedding is; transposing it would copy it.
     """
 
     tile: int
+    chunk: int
     entropy: bool
     train_head: bool
     vocab_first: bool
@@ -57,6 +63,7 @@ def target_logprobs(
     train_head: bool = True,
     vocab_first: bool = False,
     learning: Bool[Array, " N"] | None = None,
+    chunk: int | None = None,
 ) -> tuple[Float[Array, "N K"], Float[Array, " N"]]:
     """log softmax(hidden @ head)[targets], and the softmax's entropy, at the active positions; 0 at the others.
 
@@ -69,16 +76,19 @@ def target_logprobs(
       head: the unembedding, [D, V], or [V, D] with `vocab_first`; cast to `hidden`'s dtype.
       targets: token ids in [0, V).
       active: where log-probs are wanted.
-      tile: positions worked on at a time; logits take tile x V x 4 bytes.
+      tile: positions worked on at a time; logits take at most tile x V x 4 bytes.
       low_rank: (inner, b): `inner @ b` is added to the logits: a LoRA adapter of the head. Both get gradients.
       with_entropy: also the entropy in nats, f32[N]; else zeros.
       entropy_gradient: let gradients through the entropy. Off, it is a measurement behind a stop_gradient, and costs
         no GEMM.
       train_head: False: the head's gradient is not computed and is zero (frozen base).
       learning: the active positions that may get a gradient, when fewer than all; the others' cotangents are dropped.
+      chunk: vocabulary entries worked on at a time; chosen by the shapes if None.
     """
-    plan = _Plan(tile, with_entropy and entropy_gradient, train_head, vocab_first)
     weight = head.astype(hidden.dtype)
+    V, D = head.shape if vocab_first else head.shape[::-1]
+    chunk = min(V, chunk or chunk_size(V, D, tile))
+    plan = _Plan(tile, chunk, with_entropy and entropy_gradient, train_head, vocab_first)
     if not train_head:
         weight = jax.lax.stop_gradient(weight)
     learning = active if learning is None else learning & active
@@ -97,25 +107,15 @@ def target_logprobs_plain(
 ) -> tuple[Float[Array, "N K"], Float[Array, " N"]]:
     """The plain twin of `target_logprobs`: holds [N, V], and is differentiated by jax. For tests."""
     hidden = jnp.where(active[:, None], hidden, 0)
-    logits = _logits(hidden, head.astype(hidden.dtype), low_rank, vocab_first)
+    weight = (head.T if vocab_first else head).astype(hidden.dtype)
+    logits = jnp.matmul(hidden, weight, preferred_element_type=jnp.float32)
+    if low_rank is not None:
+        inner, b = (leaf.astype(hidden.dtype) for leaf in low_rank)
+        logits = logits + jnp.matmul(inner, b, preferred_element_type=jnp.float32)
     logp = jax.nn.log_softmax(logits, axis=-1)
     logprobs = jnp.take_along_axis(logp, targets, axis=-1)
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
     return jnp.where(active[:, None], logprobs, 0.0), jnp.where(active, entropy, 0.0)
-
-
-def _logits(x: Array, weight: Array, low_rank: tuple[Array, Array] | None, vocab_first: bool) -> Array:
-    """x [M, D] -> f32[M, V]."""
-    out = jnp.einsum("md,vd->mv" if vocab_first else "md,dv->mv", x, weight, preferred_element_type=jnp.float32)
-    if low_rank is not None:
-        inner, b = low_rank
-        out = out + jnp.matmul(inner.astype(x.dtype), b.astype(x.dtype), preferred_element_type=jnp.float32)
-    return out
-
-
-def _from_vocab(g: Array, weight: Array, vocab_first: bool) -> Array:
-    """g [M, V] in compute dtype -> f32[M, D]: g @ head.T."""
-    return jnp.einsum("mv,vd->md" if vocab_first else "mv,dv->md", g, weight, preferred_element_type=jnp.float32)
 
 
 def _order(first: Array, second: Array, tile: int) -> tuple[Array, Array, Array]:
@@ -137,54 +137,92 @@ def _take(array: Array, index: Array) -> Array:
     return jnp.where(valid, jnp.take(array, index, axis=0, mode="clip"), 0)
 
 
-def _take_low_rank(low_rank: tuple[Array, Array] | None, index: Array) -> tuple[Array, Array] | None:
-    return None if low_rank is None else (_take(low_rank[0], index), low_rank[1])
-
-
-def _softmax(logits: Array) -> tuple[Array, Array]:
-    """exp(logits - max) and the log-normalizer, f32[M, V] and f32[M]."""
-    top = jnp.max(logits, axis=-1)
-    exped = jnp.exp(logits - top[:, None])
-    return exped, top + jnp.log(jnp.sum(exped, axis=-1))
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(plan, with_entropy, hidden, weight, low_rank, targets, active, learning):
-    logprobs, entropy, _ = _forward(plan, with_entropy, False, hidden, weight, low_rank, targets, active, learning)
-    return logprobs, entropy
+    return _forward(plan, with_entropy, False, hidden, weight, low_rank, targets, active, learning)[:2]
+
+
+def _head_and_inner(plan: _Plan, weight: Array, low_rank: tuple[Array, Array] | None) -> tuple[Head, Array | None]:
+    inner, b = (None, None) if low_rank is None else low_rank
+    return Head(weight, b, plan.vocab_first, plan.chunk), inner
+
+
+class _Found(NamedTuple):
+    """What one pass over the vocabulary finds of M positions.
+
+    Attributes:
+      picked: f32[M, K], the targets' logits. top, total: f32[M], the largest logit, and the sum of exp(logit - top).
+      weighted: f32[M], the sum of exp(logit - top) x logit, or 0.
+      rows: f32[M, D], the sum of exp(logit - top) x head row, or f32[M, 0]. The likeliest entry's factor is 1 in any
+        type: where it is the target and nearly sure, target row - rows / total keeps what little is left.
+    """
+
+    picked: Array
+    top: Array
+    total: Array
+    weighted: Array
+    rows: Array
+
+    @property
+    def log_norm(self) -> Array:
+        return self.top + jnp.log(self.total)
+
+
+def _pass_over(head: Head, inputs: tuple[Array, ...], targets: Array, with_entropy: bool, with_rows: bool) -> _Found:
+    M, D = inputs[0].shape
+
+    def one(chunk: Chunk, found: _Found) -> _Found:
+        logits = chunk.logits(inputs)
+        at, here = chunk.place(targets)
+        picked = jnp.take_along_axis(logits, at, axis=-1, mode="clip")
+        top = jnp.maximum(found.top, jnp.max(logits, axis=-1))
+        exped = jnp.exp(logits - top[:, None])
+        before = jnp.exp(found.top - top)
+        total = found.total * before + jnp.sum(exped, axis=-1)
+        weighted, rows = found.weighted, found.rows
+        if with_entropy:
+            weighted = weighted * before + jnp.sum(exped * logits, axis=-1)
+        if with_rows:
+            rows = rows * before[:, None] + chunk.to_inputs(exped.astype(inputs[0].dtype))[0]
+        return _Found(jnp.where(here, picked, found.picked), top, total, weighted, rows)
+
+    zeros = jnp.zeros(M, jnp.float32)
+    nothing = _Found(
+        jnp.zeros(targets.shape, jnp.float32), zeros + LOWEST, zeros, zeros, jnp.zeros((M, D if with_rows else 0))
+    )
+    return head.each_chunk(one, nothing)
 
 
 def _forward(plan, with_entropy, keep_slope, hidden, weight, low_rank, targets, active, learning):
-    """Log-probs [N, K], entropy [N] and, with `keep_slope`, (onehot - softmax) @ head.T [N, D] where learning."""
+    """Log-probs [N, K], entropy [N], log-normalizers [N] and, with `keep_slope`, (onehot - softmax) @ head.T [N, D]
+    where learning."""
     N, D = hidden.shape
     M = plan.tile
     order, num_learning, num_active = _order(learning, active, M)
+    head, inner = _head_and_inner(plan, weight, low_rank)
 
     def tile_step(i, carry, slope_too):
-        logprobs, entropy, slope = carry
+        logprobs, entropy, log_norms, slope = carry
         index = jax.lax.dynamic_slice_in_dim(order, i * M, M)
         wanted = _take(targets, index)
-        logits = _logits(_take(hidden, index), weight, _take_low_rank(low_rank, index), plan.vocab_first)
-        exped, log_norm = _softmax(logits)
-        picked = jnp.take_along_axis(logits, wanted, axis=-1) - log_norm[:, None]
+        inputs = head.inputs(_take(hidden, index), None if inner is None else _take(inner, index))
+        found = _pass_over(head, inputs, wanted, with_entropy, slope_too)
+        picked = found.picked - found.log_norm[:, None]
         logprobs = logprobs.at[index].set(picked, mode="drop")
+        log_norms = log_norms.at[index].set(found.log_norm, mode="drop")
         if with_entropy:
-            total = jnp.sum(exped, axis=-1)
-            # H = log Z - E[logit]; exped / total are the probabilities.
-            entropy = entropy.at[index].set(log_norm - jnp.sum(exped * logits, axis=-1) / total, mode="drop")
+            # H = log Z - E[logit]
+            entropy = entropy.at[index].set(found.log_norm - found.weighted / found.total, mode="drop")
         if slope_too:
-            probs = jnp.exp(logits - log_norm[:, None]).astype(hidden.dtype)
             target_rows = jnp.take(weight, wanted[:, 0], axis=0 if plan.vocab_first else 1)
             target_rows = (target_rows if plan.vocab_first else target_rows.T).astype(jnp.float32)
-            rows = target_rows - _from_vocab(probs, weight, plan.vocab_first)
+            rows = target_rows - found.rows / found.total[:, None]
             slope = slope.at[index].set(rows.astype(slope.dtype), mode="drop")
-        return logprobs, entropy, slope
+        return logprobs, entropy, log_norms, slope
 
-    carry = (
-        jnp.zeros(targets.shape, jnp.float32),
-        jnp.zeros((N,), jnp.float32),
-        jnp.zeros((N, D) if keep_slope else (0, D), hidden.dtype),
-    )
+    zeros = jnp.zeros((N,), jnp.float32)
+    slope = jnp.zeros((N, D) if keep_slope else (0, D), hidden.dtype)
+    carry = (jnp.zeros(targets.shape, jnp.float32), zeros, zeros, slope)
     start = jnp.zeros((), jnp.int32)
     if keep_slope:
         start = -(-num_learning // M)
@@ -194,11 +232,12 @@ def _forward(plan, with_entropy, keep_slope, hidden, weight, low_rank, targets, 
 
 def _fused_fwd(plan, with_entropy, hidden, weight, low_rank, targets, active, learning):
     keep_slope = plan.linear_in_cotangent(low_rank, targets.shape[1])
-    logprobs, entropy, slope = _forward(
+    logprobs, entropy, log_norms, slope = _forward(
         plan, with_entropy, keep_slope, hidden, weight, low_rank, targets, active, learning
     )
-    kept = (slope, weight, learning) if keep_slope else (hidden, weight, low_rank, targets, learning)
-    return (logprobs, entropy), kept
+    if keep_slope:
+        return (logprobs, entropy), (slope, weight, learning)
+    return (logprobs, entropy), (hidden, weight, low_rank, targets, learning, log_norms, entropy)
 
 
 def _fused_bwd(plan, with_entropy, kept, cotangents):
@@ -211,7 +250,33 @@ def _fused_bwd(plan, with_entropy, kept, cotangents):
     return (*_backward(plan, *kept, *cotangents), None, None, None)
 
 
-def _backward(plan, hidden, weight, low_rank, targets, learning, g, g_entropy):
+class _Cotangents(NamedTuple):
+    """Of M positions: the log-probs' f32[M, K] and the entropy's f32[M]; and what the forward pass found, f32[M]."""
+
+    logprobs: Array
+    of_entropy: Array
+    log_norm: Array
+    entropy: Array
+
+
+def _d_logits(plan: _Plan, chunk: Chunk, logits: Array, targets: Array, known: _Cotangents) -> Array:
+    """f32[M, C]: sum over targets of g (onehot - softmax), and the entropy's part."""
+    probs = jnp.exp(logits - known.log_norm[:, None])
+    if chunk.new is not None:
+        probs = jnp.where(chunk.new, probs, 0.0)
+    g = jnp.sum(known.logprobs, axis=-1)
+    if targets.shape[1] == 1:  # selected, so that it fuses: a scatter would go through all of it once more
+        # 1 - p before rounding: in a narrow type a p near 1 is 1.
+        d = jnp.where(chunk.is_target(targets[:, 0]), 1.0 - probs, -probs) * g[:, None]
+    else:
+        positions = jnp.arange(targets.shape[0], dtype=jnp.int32)[:, None]
+        d = (-g[:, None] * probs).at[positions, chunk.place(targets)[0]].add(known.logprobs, mode="drop")
+    if plan.entropy:  # log p - E[log p], and E[log p] is -H
+        d = d - known.of_entropy[:, None] * probs * (logits - known.log_norm[:, None] + known.entropy[:, None])
+    return d
+
+
+def _backward(plan, hidden, weight, low_rank, targets, learning, log_norms, entropies, g, g_entropy):
     """Gradients of hidden, head and low_rank: logits again, tile by tile, where a cotangent isn't 0."""
     M = plan.tile
     needed = jnp.any(g != 0, axis=-1)
@@ -219,39 +284,39 @@ def _backward(plan, hidden, weight, low_rank, targets, learning, g, g_entropy):
         needed = needed | (g_entropy != 0)
     needed = needed & learning
     order, num_needed, _ = _order(needed, needed, M)
+    head, inner = _head_and_inner(plan, weight, low_rank)
 
     def tile_step(i, carry):
         d_hidden, d_weight, d_low_rank = carry
         index = jax.lax.dynamic_slice_in_dim(order, i * M, M)
-        x, part, tile_g = _take(hidden, index), _take_low_rank(low_rank, index), _take(g, index)
-        logits = _logits(x, weight, part, plan.vocab_first)
-        _, log_norm = _softmax(logits)
-        logp = logits - log_norm[:, None]
-        probs = jnp.exp(logp)
-        d_logits = -jnp.sum(tile_g, axis=-1)[:, None] * probs
-        if plan.entropy:
-            mean_logp = jnp.sum(probs * logp, axis=-1)[:, None]
-            d_logits = d_logits - _take(g_entropy, index)[:, None] * probs * (logp - mean_logp)
-        rows = jnp.arange(M, dtype=jnp.int32)[:, None]
-        d_logits = d_logits.at[rows, _take(targets, index)].add(tile_g).astype(hidden.dtype)
-        d_hidden = d_hidden.at[index].set(
-            _from_vocab(d_logits, weight, plan.vocab_first).astype(hidden.dtype), mode="drop"
-        )
-        if plan.train_head:
-            pattern = "mv,md->vd" if plan.vocab_first else "md,mv->dv"
-            operands = (d_logits, x) if plan.vocab_first else (x, d_logits)
-            d_weight = d_weight + jnp.einsum(pattern, *operands, preferred_element_type=jnp.float32)
-        if part is not None:
-            inner, b = (leaf.astype(hidden.dtype) for leaf in part)
-            d_inner = jnp.matmul(d_logits, b.T, preferred_element_type=jnp.float32)
-            d_b = jnp.matmul(inner.T, d_logits, preferred_element_type=jnp.float32)
-            d_low_rank = (
-                d_low_rank[0].at[index].set(d_inner.astype(d_low_rank[0].dtype), mode="drop"),
-                d_low_rank[1] + d_b,
-            )
-        return d_hidden, d_weight, d_low_rank
+        x, wanted = _take(hidden, index), _take(targets, index)
+        x_inner = None if inner is None else _take(inner, index).astype(hidden.dtype)
+        inputs = head.inputs(x, x_inner)
+        known = _Cotangents(*(_take(each, index) for each in (g, g_entropy, log_norms, entropies)))
 
-    d_low_rank = None
+        def one(chunk, carry):
+            d_inputs, d_weight, d_b = carry
+            d = _d_logits(plan, chunk, chunk.logits(inputs), wanted, known).astype(hidden.dtype)
+            d_inputs = tuple(map(jnp.add, d_inputs, chunk.to_inputs(d)))
+            if plan.train_head:
+                pattern, axis = ("mv,md->vd", 0) if plan.vocab_first else ("md,mv->dv", 1)
+                operands = (d, x) if plan.vocab_first else (x, d)
+                part = jnp.einsum(pattern, *operands, preferred_element_type=jnp.float32)
+                d_weight = head.add(d_weight, part, chunk.start, axis)
+            if x_inner is not None:
+                part = jnp.einsum("mr,mv->rv", x_inner, d, preferred_element_type=jnp.float32)
+                d_b = head.add(d_b, part, chunk.start, 1)
+            return d_inputs, d_weight, d_b
+
+        start = (tuple(jnp.zeros(each.shape, jnp.float32) for each in inputs), d_weight, d_low_rank[1])
+        d_inputs, d_weight, d_b = head.each_chunk(one, start)
+        d_x, d_inner = head.apart(d_inputs)
+        d_hidden = d_hidden.at[index].set(d_x.astype(hidden.dtype), mode="drop")
+        if d_inner is not None:
+            d_inner = d_low_rank[0].at[index].set(d_inner.astype(d_low_rank[0].dtype), mode="drop")
+        return d_hidden, d_weight, (d_inner, d_b)
+
+    d_low_rank: Any = (None, None)
     if low_rank is not None:
         d_low_rank = (jnp.zeros_like(low_rank[0]), jnp.zeros(low_rank[1].shape, jnp.float32))
     # The head's gradient is summed over tiles in fp32, whatever the compute dtype.
@@ -259,9 +324,9 @@ def _backward(plan, hidden, weight, low_rank, targets, learning, g, g_entropy):
     carry = (jnp.zeros_like(hidden), d_weight, d_low_rank)
     d_hidden, d_weight, d_low_rank = jax.lax.fori_loop(0, -(-num_needed // M), tile_step, carry)
     d_weight = d_weight.astype(weight.dtype) if plan.train_head else jnp.zeros_like(weight)
-    if low_rank is not None:
-        d_low_rank = (d_low_rank[0], d_low_rank[1].astype(low_rank[1].dtype))
-    return d_hidden, d_weight, d_low_rank
+    if low_rank is None:
+        return d_hidden, d_weight, None
+    return d_hidden, d_weight, (d_low_rank[0], d_low_rank[1].astype(low_rank[1].dtype))
 
 
 _fused.defvjp(_fused_fwd, _fused_bwd)
