@@ -27,13 +27,13 @@ import locojax
 from locojax import cli_launch, settings
 from locojax.config import Config, cache_folder, load, run_folder
 from locojax.errors import ConfigError, LocoError
+from locojax.hosts.interrupt import INTERRUPTED, Stopped
 from locojax.hosts.place import HOST_ID, LAUNCHED_AT, NUM_HOSTS
-
-INTERRUPTED = 2  # ended by its user, not by a failure of its own, which is 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, 1 (the run failed), 2 (the input is at fault, or Ctrl-C).
+    """Runs one command and returns its exit code: 0, 1 (the run failed), 2 (the input is at fault, or Ctrl-C), 75
+    (SIGTERM: the machine is taken away, and a launcher may run it again with --resume).
 
     Args:
       argv: the arguments, sys.argv's if None.
@@ -49,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             errors.print_exception()
         _show(errors, type(error).__name__, error)
         return error.exit_code
+    except Stopped as stop:
+        how = "Ctrl-C" if stop.exit_code == INTERRUPTED else f"{stop}, to be restarted with --resume"
+        errors.print(f"Stopped by {how}.", style="bold red")
+        return stop.exit_code
     except KeyboardInterrupt:
         errors.print("Stopped by Ctrl-C.", style="bold red")
         return INTERRUPTED
@@ -78,7 +82,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     train = _command(commands, "train", "CONFIG.toml", "post-train a model as a configuration file says")
     train.add_argument("--dry-run", action="store_true", help="show settings, parameters and memory; train nothing")
-    train.add_argument("--resume", action="store_true", help="go on from the run's last checkpoint")
+    train.add_argument("--resume", action="store_true", help="go on where the run was stopped or lost")
+    train.add_argument("--restartable", action="store_true",
+                       help="go on if it has begun, else begin: for launchers that repeat a command")  # fmt: skip
     train.set_defaults(command=_train, config_of=_train_config)
     demo = _command(commands, "demo", "", "watch SmolLM2-135M learn one-digit addition on this machine, in minutes")
     demo.set_defaults(command=_demo, config_of=_demo_config)
@@ -109,6 +115,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         module = importlib.import_module("locojax.cli_profile")
         module.add_options(profile)
         profile.set_defaults(command=functools.partial(module.run, start=_prepare), config_of=module.config_of)
+    summary = "what is kept from run to run, where, and how much of it; or remove it"
+    cache = commands.add_parser("cache", help=summary, usage="locojax cache ls|clear [NAME ...] [key=value ...]",
+                                description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
+    if "cache" in arguments:
+        importlib.import_module("locojax.cli_cache").add_options(cache)
     summary = "was anything lost or done twice? checks what a run left, and says what is wrong"
     doctor = commands.add_parser("doctor", help=summary, usage="locojax doctor RUN [RUN ...] [--no-checkpoints]",
                                  description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
@@ -176,7 +187,7 @@ def _train(options: argparse.Namespace) -> int:
     config = _train_config(options)
     if options.dry_run:
         return _dry_run(config)
-    return _run(config, resume=options.resume)
+    return _run(config, resume=None if options.restartable and not options.resume else options.resume)
 
 
 def _train_config(options: argparse.Namespace) -> Config:
@@ -209,7 +220,7 @@ def _dry_run(config: Config) -> int:
     return 0
 
 
-def _run(config: Config, *, resume: bool) -> int:
+def _run(config: Config, *, resume: bool | None) -> int:
     from locojax.measure.timeline import Timeline
 
     with _resume_hint(config):
@@ -225,6 +236,7 @@ def _prepare(config: Config) -> ModuleType:
     if config.run.cache_dir is not None or "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache_folder(config) / "xla")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    importlib.import_module("locojax.cli_cache").trim(config)
     return importlib.import_module("locojax.hosts.colocated")
 
 
@@ -238,7 +250,7 @@ def _resume_hint(config: Config) -> Iterator[None]:
         if kept.exists() and os.environ.get(HOST_ID, "0") == "0":
             launched = ["launch", "--hosts", os.environ[NUM_HOSTS], "--"] if LAUNCHED_AT in os.environ else []
             command = shlex.join(["locojax", *launched, "train", str(kept), "--resume"])
-            Console(stderr=True).print(Text(f"To go on from the last checkpoint: {command}"), soft_wrap=True)
+            Console(stderr=True).print(Text(f"To go on: {command}"), soft_wrap=True)
         raise
 
 

@@ -210,6 +210,9 @@ class RunConfig:
         30.0, "After SIGTERM, a checkpoint is written only if it can be whole within this time.", above=0
     )
     cache_dir: str | None = setting(None, "Compiled programs and converted models. none: the user's cache folder.")
+    cache_max_gib: float = setting(
+        30.0, "Bound of compiled programs, and of converted models; what was not used for longest goes first.", above=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,10 +91,10 @@ class Crashes:
             cache,
         )  # fmt: skip
 
-    def start(self, name: str, point: str, num_hosts: int = 1, *, resume: bool = False, crash_host: int = 0) -> int:
+    def start(self, name: str, point: str, num_hosts: int = 1, *, crash_host: int = 0) -> int:
         """One start of the run `name`, killed at `point`; its exit code, negative for a signal."""
         command = [sys.executable, str(ROOT / "tests" / "crash_victim.py"), point, str(self.folder / f"{name}.asked"),
-                   *self.arguments, f"run.name={name}"] + ["--resume"] * resume  # fmt: skip
+                   *self.arguments, f"run.name={name}", "--restartable"]  # fmt: skip
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -165,14 +165,12 @@ class Crashes:
         self, name: str, *points: str, num_hosts: int = 1, resumed_on: int | None = None, crash_host: int = 0
     ) -> None:
         """Killed at each point, one after the other, and resumed: nothing is lost, nothing is done twice."""
-        resume = False
         for number, point in enumerate([*points, "none"]):
             is_last = number == len(points)
             before = None if number == 0 else (*self.known(name), self.asked(name), self.num_grades(name))
             hosts = resumed_on or num_hosts if is_last else num_hosts
-            code = self.start(name, point, hosts, resume=resume, crash_host=crash_host)
+            code = self.start(name, point, hosts, crash_host=crash_host)
             assert code == (0 if is_last else -signal.SIGKILL if hosts == 1 else 1), (code, self.errors(name))
-            resume = (self.folder / name / "metrics.jsonl").exists()
             if before is not None:
                 sampled, num_graded, first, asked, num_grades = before
                 again, grades = self.asked(name) - asked, self.num_grades(name) - num_grades

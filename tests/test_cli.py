@@ -116,7 +116,7 @@ def test_ctrl_c_says_how_to_go_on(loop, capsys, tmp_path):
     assert cli.main(command) == 2
     hint, stopped = capsys.readouterr().err.splitlines()
     assert (hint, stopped) == (
-        f"To go on from the last checkpoint: locojax train '{kept}' --resume",
+        f"To go on: locojax train '{kept}' --resume",
         "Stopped by Ctrl-C.",
     )
     loop.fails = None

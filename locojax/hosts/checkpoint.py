@@ -14,6 +14,7 @@ import logging
 import os
 import pathlib
 import threading
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -96,6 +97,7 @@ class Checkpoints:
         with _reporting(folder, "opened"):
             folder.mkdir(parents=True, exist_ok=True)
             self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
+        self.last_seconds: float | None = None  # from the beginning of the last save until it was whole
         self._sealing: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -137,6 +139,7 @@ class Checkpoints:
         meta = {"position": dataclasses.asdict(position), "settings": self._settings()}
         metrics = {} if position.held_out is None else {_HELD_OUT: position.held_out}
         self.wait()
+        start = time.monotonic()
         with _reporting(self.folder, "written"):
             self._manager.save(
                 position.next_step,
@@ -144,7 +147,9 @@ class Checkpoints:
                 metrics=metrics or None,
                 force=True,
             )
-        self._sealing = threading.Thread(target=self._finish, args=(position.next_step,), name="locojax-seal")
+        self._sealing = threading.Thread(
+            target=self._finish, args=(position.next_step, start), name="locojax-seal"
+        )
         self._sealing.start()
 
     def wait(self) -> None:
@@ -196,10 +201,11 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def _finish(self, step: int) -> None:
+    def _finish(self, step: int, start: float) -> None:
         """In a thread: waits for a checkpoint to be there, and writes its sums."""
         try:
             self._manager.wait_until_finished()
+            self.last_seconds = time.monotonic() - start
             for old in self.folder.glob(f"*{_SEAL}"):
                 if not (self.folder / old.name.removesuffix(_SEAL)).is_dir():
                     old.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import signal
 import time
 from collections.abc import Sequence
 
@@ -54,21 +55,22 @@ from locojax.types import Prompt
 
 __all__ = ["CHECKPOINTS", "describe", "run"]
 
-_MAY_DIFFER = ("run.dir", "run.cache_dir", "run.journal")
+_MAY_DIFFER = ("run.dir", "run.cache_", "run.journal")
 """Settings that may be a host's own."""
 
 
-def run(config: Config, *, resume: bool, timer: StepTimer, group: Group | None = None) -> RunResult:
+def run(config: Config, *, resume: bool | None, timer: StepTimer, group: Group | None = None) -> RunResult:
     """Runs `config.run.num_steps` steps, or those left of them, and returns how it ended.
 
     With several hosts every host calls it; they find each other by `config.hosts` and the environment.
 
     Args:
+      resume: goes on where the run was lost; None: if it has begun at all.
       group: the hosts, if they have been found already.
 
     Raises:
       LocoError: of the category at fault, with the run folder and the last checkpoint intact.
-      KeyboardInterrupt: Ctrl-C or SIGTERM, on any host; a checkpoint of the last whole step was written.
+      Stopped: Ctrl-C or SIGTERM, on any host; a checkpoint of the last whole step was written, if there was time.
     """
     startup = Startup()
     with Group.start(config.hosts) if group is None else group as hosts:
@@ -78,7 +80,7 @@ def run(config: Config, *, resume: bool, timer: StepTimer, group: Group | None =
 
 
 def _run(
-    config: Config, resume: bool, timer: StepTimer, group: Group, progress: Progress, startup: Startup
+    config: Config, resume: bool | None, timer: StepTimer, group: Group, progress: Progress, startup: Startup
 ) -> tuple[Position, str]:
     with startup.part("data and model"):
         prepared = prepare(config, progress.begin)
@@ -95,7 +97,7 @@ def _run(
         with startup.part("checkpoint and journal"):
             outset = find_outset(config, group, checkpoints, resume=resume, say=progress.note)
             journal = stack.enter_context(open_journal(config, group, outset, order))
-        first = outset.first_new_step() if resume else None
+        first = outset.first_new_step() if outset.goes_on else None
         log: RunLog | HostLog
         if group.is_first:
             log = stack.enter_context(RunLog(config, resume_at=first))
@@ -195,7 +197,7 @@ class Loop:
             with self._startup.part(f"training {lost - first} steps again"):
                 for step_index in range(first, min(lost, run_config.num_steps)):
                     self._step(step_index, collector)
-            if self._outset.resumption.run > 1 or self._outset.restores:
+            if self._outset.goes_on:
                 reached = f"resumed at step {min(lost + 1, run_config.num_steps)} of {run_config.num_steps}"
                 self._progress.note(self._startup.line(reached))
             for step_index in range(self.position.next_step, run_config.num_steps):
@@ -203,8 +205,7 @@ class Loop:
         except KeyboardInterrupt as stop:
             # Without the other hosts' consent they are elsewhere, and a checkpoint needs all.
             if self._group.size == 1 or isinstance(stop, AgreedStop):
-                self._progress.note(f"saving a checkpoint, after {self.position.next_step} steps")
-                self._save()
+                self._save_if_there_is_time()
             raise
         if run_config.checkpoint_at_end and self._checkpoints.newest != self.position.next_step:
             self._save()
@@ -227,6 +228,19 @@ class Loop:
             if rest and least:  # in some steps this host has a prompt less than in others
                 num_programs += self._generation.warm_up(self._prepared.train, (), least)
         self._progress.note(f"{num_programs} sampling programs ready in {time.perf_counter() - start:.0f} s")
+
+    def _save_if_there_is_time(self) -> None:
+        """A stopped run's last checkpoint. A machine that is taken away would cut it off: then the journal alone, which
+        holds the same, must do. Host 0, which writes it, decides."""
+        has_time = True
+        if self._interrupts.came == signal.SIGTERM and self.config.run.journal != "off":
+            left = self.config.run.grace_seconds - self._interrupts.seconds
+            has_time = self._checkpoints.seconds_needed(self._worker.trainer.state()) < left
+        if self._group.agree("stop", [has_time])[0, 0]:
+            self._progress.note(f"saving a checkpoint, after {self.position.next_step} steps")
+            self._save()
+        else:
+            self._progress.note("no time for a checkpoint: the journal holds what was done since the last one")
 
     def _save(self) -> None:
         self._begin_to_save()
@@ -256,7 +270,7 @@ class Loop:
             with self._timer.phase("wait"):
                 agreed = meet(self._group, report)
             if agreed.stop:
-                raise AgreedStop  # from here to the position the step is finished, come what may
+                raise AgreedStop(agreed.stop)  # from here to the position the step is finished, come what may
             version = self._worker.policy_version
             trained = self._train(step_index, lesson, updates, agreed)
             update = trained.update
@@ -374,7 +388,7 @@ class Loop:
             sums = np.array([math.fsum(rewards)], np.float64).view(np.int64)
             told = self._group.agree("evaluate", [self._interrupts.came, len(rewards), int(sums[0])])
         if told[:, 0].any():
-            raise AgreedStop
+            raise AgreedStop(int(told[:, 0].max()))
         count = int(told[:, 1].sum())
         accuracy = math.fsum(np.ascontiguousarray(told[:, 2]).view(np.float64)) / count if count else math.nan
         self._journal.evaluated(step_index, accuracy)

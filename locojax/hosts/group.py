@@ -20,6 +20,7 @@ import numpy as np
 from locojax.config import HostsConfig
 from locojax.errors import ConfigError, DeadlineError, HostError, LocoError
 from locojax.hosts import coordination
+from locojax.hosts.interrupt import Stopped
 from locojax.hosts.phases import Phase, StepAccount, StepTimer
 from locojax.hosts.place import COORDINATOR, HOST_ID, NUM_HOSTS, Place, find_place
 from locojax.hosts.watch import BEAT_SECONDS, SIGNS, Board, Sign, Watch, Watchdog
@@ -31,7 +32,7 @@ _POLL_SECONDS = 0.02
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-class AgreedStop(KeyboardInterrupt):
+class AgreedStop(Stopped):
     """Ctrl-C or SIGTERM on some host, with all hosts at the same place: they part as after a run's end."""
 
 

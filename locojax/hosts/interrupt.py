@@ -1,11 +1,27 @@
-"""Ctrl-C and SIGTERM, taken only where the run can be stopped with nothing lost."""
+"""Ctrl-C and SIGTERM, taken only where the run can be stopped with nothing lost. No jax."""
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
+
+INTERRUPTED = 2  # exit code: ended by its user, not by a failure of its own, which is 1
+RESTART = 75  # exit code: EX_TEMPFAIL of sysexits.h: the machine is taken away; the same command goes on elsewhere
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal stopped the run. `number`: which. `exit_code`: what the process ends with."""
+
+    def __init__(self, number: int):
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        return RESTART if self.number == signal.SIGTERM else INTERRUPTED
 
 
 class Interrupts:
@@ -16,12 +32,12 @@ class Interrupts:
 
     Example:
       with Interrupts(say=print) as interrupts:
-          interrupts.check()  # raises KeyboardInterrupt if one came
+          interrupts.check()  # raises Stopped if one came
     """
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
-        self._came: int | None = None
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic):
+        self._say, self._clock = say, clock
+        self._came, self._at = 0, 0.0
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> Interrupts:
@@ -37,17 +53,25 @@ class Interrupts:
             signal.signal(number, handler)
 
     @property
-    def came(self) -> bool:
-        """Whether a signal came."""
-        return self._came is not None
+    def came(self) -> int:
+        """The signal that came first; 0: none."""
+        return self._came
+
+    @property
+    def seconds(self) -> float:
+        """Since it came; 0 if none has."""
+        return self._clock() - self._at if self._came else 0.0
 
     def check(self) -> None:
-        """Raises KeyboardInterrupt if a signal came since."""
-        if self._came is not None:
-            raise KeyboardInterrupt
+        """Raises Stopped, a KeyboardInterrupt, if a signal came since."""
+        if self._came:
+            raise Stopped(self._came)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self._came is not None and number == signal.SIGINT:
+        if self._came and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._came = number
-        self._say("Stopping: what is being computed is finished first. Ctrl-C again stops at once.")
+        if self._came:  # SIGTERM again, or after Ctrl-C: it is stopping already
+            return
+        self._came, self._at = number, self._clock()
+        again = " Ctrl-C again stops at once." if number == signal.SIGINT else ""
+        self._say(f"Stopping: what is being computed is finished first.{again}")

@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from locojax import settings
 from locojax.config import Config, run_folder
 from locojax.errors import CheckpointError
+from locojax.hosts.journal import ledgers
 from locojax.hosts.journal_files import Folder, NoFolder, open_folder
 from locojax.hosts.journal_records import Evaluated, Record, Started, Trained
 
 _FREE = (
-    "run.dir", "run.name", "run.cache_dir", "run.journal", "run.grace_seconds", "run.eval_every", "run.eval_prompts",
+    "run.dir", "run.name", "run.cache_", "run.journal", "run.grace_seconds", "run.eval_every", "run.eval_prompts",
     "run.checkpoint_every", "run.checkpoint_at_end", "run.keep_last", "run.keep_best", "run.max_gap",
     "run.max_idle_steps", "hosts.", "report.", "grading.", "rollout.max_slots", "rollout.kv_memory_gib",
     "rollout.decode_iterations", "training.rows", "training.row_tokens", "training.remat", "training.mesh_",
@@ -48,10 +49,10 @@ class Life:
     records: tuple[Record, ...]  # of all its hosts
 
 
-def lives(ledgers: Mapping[int, Sequence[Record]]) -> list[Life]:
+def lives(of_hosts: Mapping[int, Sequence[Record]]) -> list[Life]:
     """The run's starts, in order."""
     found: dict[int, tuple[Started, list[Record]]] = {}
-    for _, records in sorted(ledgers.items()):
+    for _, records in sorted(of_hosts.items()):
         current: list[Record] = []
         for record in records:
             if isinstance(record, Started):
@@ -100,9 +101,9 @@ class Resumption:
         return cls(**{**fields, "evaluations": dict(fields["evaluations"]), "changed": tuple(fields["changed"])})
 
 
-def resumption(ledgers: Mapping[int, Sequence[Record]], next_step: int, now: Mapping[str, str]) -> Resumption:
+def resumption(found_ledgers: Mapping[int, Sequence[Record]], next_step: int, now: Mapping[str, str]) -> Resumption:
     """Where the run goes on, from a checkpoint of `next_step`, under the deciding settings `now`."""
-    found = lives(ledgers)
+    found = lives(found_ledgers)
     if not found:
         return Resumption(next_step=next_step, lost_step=next_step)
     last = found[-1].started
@@ -123,10 +124,20 @@ def resumption(ledgers: Mapping[int, Sequence[Record]], next_step: int, now: Map
     return Resumption(last.run + 1, next_step, trained, evaluations, changed, last.num_hosts)
 
 
+def has_begun(config: Config) -> bool:
+    """Whether the run has left anything to go on from."""
+    folder = run_folder(config)
+    return (folder / "metrics.jsonl").exists() or _holds_a_run(journal_folder(config))
+
+
 def check_new(folder: Folder) -> None:
     """Raises CheckpointError if a run's journal is there already."""
-    if any(name.startswith("ledger.") for name in folder.names()):
+    if _holds_a_run(folder):
         raise CheckpointError(
             f"The journal {folder.path!r} already holds a run",
             remedy="Continue it with --resume, choose another run.name, or remove the folder",
         )
+
+
+def _holds_a_run(folder: Folder) -> bool:
+    return any(ledgers(folder)[0].values())

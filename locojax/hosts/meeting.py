@@ -55,13 +55,13 @@ class Report:
     """One host's share of a step, before it is trained on. Filled by the loop.
 
     Attributes:
-      stop: a signal came: all hosts stop here.
+      stop: the signal that came, 0 if none did: all hosts stop here.
       stats: of its groups. rewards: of its scorable completions.
       generate_seconds: from the first admission to the last completion.
       counts: what the trainer must know of each of its calls that the step makes: `agreement.Counts.ints`.
     """
 
-    stop: bool
+    stop: int
     stats: DatumStats
     rewards: Moments
     generate_seconds: float
@@ -81,7 +81,7 @@ class Report:
         stats = DatumStats(*row[2 : 2 + num_stats].tolist())
         mean, deviations, seconds = np.ascontiguousarray(row[2 + num_stats : 5 + num_stats]).view(np.float64).tolist()
         counts = tuple(map(tuple, row[5 + num_stats :].reshape(-1, NUM_COUNTS).tolist()))
-        return cls(bool(stop), stats, Moments(count, mean, deviations), seconds, counts)
+        return cls(stop, stats, Moments(count, mean, deviations), seconds, counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +99,9 @@ class Agreed:
         return tuple(np.array(rows, np.int64) for rows in zip(*(report.counts for report in self.reports), strict=True))
 
     @property
-    def stop(self) -> bool:
-        return any(report.stop for report in self.reports)
+    def stop(self) -> int:
+        """The signal that stops the run; of several, the one that says that the machine goes."""
+        return max(report.stop for report in self.reports)
 
     @property
     def stats(self) -> DatumStats:

@@ -13,7 +13,7 @@ from locojax.hosts.group import Group
 from locojax.hosts.journal import Journal, discard_rollouts, ledgers
 from locojax.hosts.journal_files import Folder
 from locojax.hosts.journal_records import Started
-from locojax.hosts.journal_resume import Resumption, check_new, deciding, journal_folder, resumption
+from locojax.hosts.journal_resume import Resumption, check_new, deciding, has_begun, journal_folder, resumption
 from locojax.hosts.shared_checkpoints import SharedCheckpoints
 from locojax.rl.batches import BatchOrder
 
@@ -23,10 +23,12 @@ class Outset:
     """Filled by `find_outset`, alike on all hosts.
 
     Attributes:
+      goes_on: whether the run has begun before.
       restores: whether the weights come from a checkpoint; else from the model.
     """
 
     position: Position
+    goes_on: bool
     restores: bool
     resumption: Resumption
 
@@ -37,22 +39,27 @@ class Outset:
 
 
 def find_outset(
-    config: Config, group: Group, checkpoints: SharedCheckpoints, *, resume: bool, say: Callable[[str], None]
+    config: Config, group: Group, checkpoints: SharedCheckpoints, *, resume: bool | None, say: Callable[[str], None]
 ) -> Outset:
     """Where this start of the run begins; a meeting if it goes on.
+
+    Args:
+      resume: None: goes on if the run has begun, on host 0.
 
     Raises:
       CheckpointError: there is nothing to go on from, or it was made with other settings, or can't be read; or a new
         run's journal is there already. On host 0: the others then end with it.
     """
     folder = journal_folder(config)
+    if resume is None:
+        resume = bool(group.agree("begin", [has_begun(config)])[0, 0])
     if not resume:
         if group.is_first:
             check_new(folder)
-        return Outset(Position(0, None, None), False, Resumption())
+        return Outset(Position(0, None, None), False, False, Resumption())
     told = json.dumps(_told(config, checkpoints, folder)) if group.is_first else ""
     fields = json.loads(group.exchange("resume", told)[0])
-    found = Outset(Position(**fields["position"]), fields["restores"], Resumption.decode(fields["resumption"]))
+    found = Outset(Position(**fields["position"]), True, fields["restores"], Resumption.decode(fields["resumption"]))
     for note in fields["notes"]:
         say(note)
     if found.restores:
@@ -72,12 +79,13 @@ def _told(config: Config, checkpoints: SharedCheckpoints, folder: Folder) -> dic
     notes = [f"the journal's {name} ended in a torn record: its last {size} bytes are cut off"
              for name, size in torn.items()]  # fmt: skip
     damaged, position = checkpoints.newest_sound()
-    if position is None and (damaged or not records):
+    has_begun_before = any(records.values())
+    if position is None and (damaged or not has_begun_before):
         raise CheckpointError(
             f"There is no {'sound ' if damaged else ''}checkpoint to resume from in {str(checkpoints.folder)!r}",
             got="; ".join(damaged) or None,
             remedy="Run once more with --resume to begin again from what the journal holds"
-            if damaged and records
+            if damaged and has_begun_before
             else "Start without --resume, or check run.dir and run.name",
         )
     start = position or Position(0, None, None)

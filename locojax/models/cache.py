@@ -38,7 +38,12 @@ def entry_path(root: Path, source: Path, dtype: Dtype) -> Path:
         head = file.read(_HASHED_BYTES)
     facts = f"{FORMAT_VERSION} {stat.st_size} {stat.st_mtime_ns} ".encode()
     key = hashlib.sha256(facts + head).hexdigest()[:16]
-    return root / "models" / f"{source.stem}-{dtype}-{key}"
+    return folder_of_models(root) / f"{source.stem}-{dtype}-{key}"
+
+
+def folder_of_models(root: Path) -> Path:
+    """Where all entries are, in the cache folder `root`."""
+    return root / "models"
 
 
 def load(entry: Path) -> tuple[dict[str, Any], dict[str, Any], Tokenizer] | None:

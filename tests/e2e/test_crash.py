@@ -55,12 +55,10 @@ def test_random_moments(crashes, num_hosts, num_kills):
     """Killed again and again, in a row, until so many kills have met a run; each run comes to its end."""
     draw, kills, runs = random.Random(num_hosts), 0, 0
     while kills < num_kills:
-        name, resume = f"random-{num_hosts}-{runs}", False
+        name = f"random-{num_hosts}-{runs}"
         while True:
             seconds = draw.uniform(0.0, 3.0)
-            code = crashes.start(name, f"seconds:{seconds:.2f}", num_hosts, resume=resume,
-                                 crash_host=draw.randrange(num_hosts))  # fmt: skip
-            resume = (crashes.folder / name / "metrics.jsonl").exists()
+            code = crashes.start(name, f"seconds:{seconds:.2f}", num_hosts, crash_host=draw.randrange(num_hosts))
             if code == 0:
                 break
             assert code == (-signal.SIGKILL if num_hosts == 1 else 1), (code, crashes.errors(name))
