@@ -1,5 +1,6 @@
 # make demo     see a language model learn, in minutes, on this machine (HOSTS=2: as two hosts, a process each)
 # make test     the whole test suite
+# make crash-test    kill -9 at every named point of a run and at random ones, on one host and two (half an hour)
 # make lint     ruff and mypy
 # make test-postgres   the server's tests that have a database, on PostgreSQL instead of SQLite
 # make conformance   the official Tinker SDK, three versions of it, against a real server
@@ -26,7 +27,7 @@ COOKBOOK_NEEDS = "tinker==0.38.0" "torch==2.13.0" aiohttp anyio blobfile chz clo
   math-verify numpy pillow pydantic pylatexenc pyrage rich safetensors sympy termcolor tiktoken tqdm \
   "transformers>=4.57.6" tml-renderers
 
-.PHONY: demo test test-core test-postgres lint conformance recipes recipes-quick clean
+.PHONY: demo test test-core crash-test test-postgres lint conformance recipes recipes-quick clean
 .DEFAULT_GOAL = demo
 
 demo: $(VENV)/.ready-to-run
@@ -43,6 +44,9 @@ test-core: $(VENV)/.ready-to-test
 
 test-postgres: $(VENV)/.ready-to-test
 	@$(VENV)/bin/python tests/with_postgres.py $(VENV)/bin/python -m pytest -q $(wildcard tests/test_service*.py)
+
+crash-test: $(VENV)/.ready-to-test
+	@$(VENV)/bin/python -m pytest -q --durations=5 tests/e2e/test_crash.py tests/e2e/crash_full.py
 
 lint: $(VENV)/.ready-to-test
 	@$(VENV)/bin/ruff check --quiet .
