@@ -1,0 +1,59 @@
+"""kill -9 at every named point of a real run, and at random ones: nothing is lost, nothing is done twice.
+
+Takes half an hour, so pytest collects it only by name: `make crash-test`.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import jax
+import pytest
+from crash import POINTS, SEVERAL, Crashes
+
+
+@pytest.fixture(scope="module")
+def crashes(tmp_path_factory) -> Crashes:
+    made = Crashes.make(tmp_path_factory.mktemp("crash"), str(jax.config.jax_compilation_cache_dir))
+    assert made.start("whole", "none") == 0, made.errors("whole")
+    return made
+
+
+@pytest.mark.parametrize("point", [pytest.param(point, id=name) for name, point in POINTS.items()])
+def test_one_host(crashes, point, request):
+    crashes.survives(request.node.callspec.id.replace(" ", "-"), point)
+
+
+@pytest.mark.parametrize("point", [pytest.param(p, id=name) for name, p in {**POINTS, **SEVERAL}.items()])
+def test_two_hosts(crashes, point, request):
+    name = request.node.callspec.id
+    host = 0 if "sav" in name else 1
+    crashes.survives(f"two-{name}".replace(" ", "-"), point, num_hosts=2, crash_host=host)
+
+
+@pytest.mark.parametrize("hosts", [(2, 1), (1, 2)], ids=str)
+def test_another_number_of_hosts(crashes, hosts):
+    before, after = hosts
+    name = f"from-{before}-to-{after}"
+    crashes.survives(name, "after:Graded@4", num_hosts=before, resumed_on=after)
+    said = crashes.errors(name)
+    assert before == 1 or "1 host now, 2 hosts before: prompts are shared out anew, what was graded is kept" in said
+
+
+@pytest.mark.parametrize(("num_hosts", "num_kills"), [(1, 50), (2, 12)])
+def test_random_moments(crashes, num_hosts, num_kills):
+    """Killed again and again, in a row, until so many kills have met a run; each run comes to its end."""
+    draw, kills, runs = random.Random(num_hosts), 0, 0
+    while kills < num_kills:
+        name = f"random-{num_hosts}-{runs}"
+        while True:
+            seconds = draw.uniform(0.0, 3.0)
+            code = crashes.start(name, f"seconds:{seconds:.2f}", num_hosts, crash_host=draw.randrange(num_hosts))
+            if code == 0:
+                break
+            assert code == (-signal.SIGKILL if num_hosts == 1 else 1), (code, crashes.errors(name))
+            kills += 1
+            assert kills < 4 * num_kills, "the run does not get anywhere"
+        crashes.check(name)
+        runs += 1
