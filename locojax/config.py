@@ -201,6 +201,9 @@ class RunConfig:
         above=0,
     )
     max_idle_steps: int = setting(20, "Steps in a row that teach nothing before the run ends.", low=1)
+    pipelined: bool = setting(
+        False, "Train on groups that are finished while later ones are decoded or graded; on one host, same gradient."
+    )
     journal: str = setting(
         "auto",
         "Where what was sampled, graded and trained is written down, for --resume: auto (in the run folder), off, or a "
@@ -318,6 +321,8 @@ def check(config: Config) -> None:
             "same batches",
             "Make run.num_steps a multiple of run.passes",
         )
+    if config.run.pipelined:
+        _check_pipelined(config)
     if config.run.prompts_per_step < training.substeps:
         _contradiction(
             f"training.substeps is {training.substeps} and run.prompts_per_step is {config.run.prompts_per_step}",
@@ -336,6 +341,23 @@ def check(config: Config) -> None:
             "room for a prompt",
             "Lower rollout.max_tokens",
         )
+
+
+def _check_pipelined(config: Config) -> None:
+    if config.loss.normalise == "tokens":
+        _contradiction(
+            "run.pipelined is true and loss.normalise is 'tokens': the batch's tokens are not known before the last is "
+            "sampled",
+            "Choose loss.normalise 'constant' or 'completions'",
+        )
+    if config.training.substeps > 1:
+        _contradiction(
+            f"run.pipelined is true and training.substeps is {config.training.substeps}: which prompts a sub-step has "
+            "is not a matter of which are finished first",
+            "Use training.substeps 1",
+        )
+    if config.hosts.controller == "single":
+        _contradiction("run.pipelined is true and hosts.controller is 'single'", "Use hosts.controller 'local'")
 
 
 def _contradiction(problem: str, remedy: str) -> None:

@@ -187,6 +187,15 @@ def test_sigterm_without_time_for_a_checkpoint_leaves_the_journal(runs):
     assert not {"step 0", "step 1"} & set(runs.asked)
 
 
+def test_a_stop_while_it_evaluates_lets_the_step_be_finished(runs):
+    """The update has been made: to train the step again would train its prompts twice."""
+    with pytest.raises(Stopped):
+        runs.run("eval", "run.eval_every=2", timer=Signalled(signal.SIGINT, "evaluate", 1))
+    assert sorted(int(path.name) for path in (runs.folder / "eval" / "checkpoints").glob("[0-9]")) == [2]
+    runs.run("eval", "run.eval_every=2", resume=True)
+    runs.check("eval")
+
+
 def flip_a_byte(folder: pathlib.Path) -> None:
     path = max((p for p in folder.rglob("*") if p.is_file()), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())

@@ -15,18 +15,16 @@ one host the meetings are of one. Evaluations and checkpoints, which are not par
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
 
-from locojax import settings
 from locojax.config import Config
-from locojax.errors import ConfigError, DataError
+from locojax.errors import DataError
 from locojax.hosts import learning
 from locojax.hosts.alarms import alarms
 from locojax.hosts.checkpoint import Position
@@ -34,12 +32,13 @@ from locojax.hosts.collector import Collector
 from locojax.hosts.generation import Generated, Generation
 from locojax.hosts.group import AgreedStop, Announcing, Group
 from locojax.hosts.hostlog import HostLog
-from locojax.hosts.interrupt import Interrupts
+from locojax.hosts.interrupt import Interrupts, Stopped
 from locojax.hosts.journal import Journal
 from locojax.hosts.meeting import Agreed, Moments, Report, meet
 from locojax.hosts.metrics import RunResult
-from locojax.hosts.outset import Outset, find_outset, open_journal
+from locojax.hosts.outset import Outset, check_same_settings, find_outset, open_journal
 from locojax.hosts.phases import StepTimer
+from locojax.hosts.pipelined import Pipeline, check_pipelined
 from locojax.hosts.progress import Progress
 from locojax.hosts.runlog import RunLog
 from locojax.hosts.setup import Prepared, describe, prepare
@@ -54,10 +53,6 @@ from locojax.rl.grading import Grader
 from locojax.types import Prompt
 
 __all__ = ["CHECKPOINTS", "describe", "run"]
-
-_MAY_DIFFER = ("run.dir", "run.cache_", "run.journal")
-"""Settings that may be a host's own."""
-
 
 def run(config: Config, *, resume: bool | None, timer: StepTimer, group: Group | None = None) -> RunResult:
     """Runs `config.run.num_steps` steps, or those left of them, and returns how it ended.
@@ -86,6 +81,7 @@ def _run(
         prepared = prepare(config, progress.begin)
     config = prepared.config
     check_same_settings(config, group)
+    check_pipelined(config, group.size)
     for prompt in prepared.dropped[:1]:
         progress.note(f"dropped {len(prepared.dropped)} prompts that are too long, {prompt.prompt_id} first")
     with contextlib.ExitStack() as stack:
@@ -123,23 +119,6 @@ def _run(
         with Collector(config.hosts.freeze_gc) as collector:
             loop.run(collector)
         return loop.position, str(log.folder)
-
-
-def check_same_settings(config: Config, group: Group) -> None:
-    """Raises ConfigError, on every host, unless all were started with the same settings."""
-    if group.size == 1:
-        return
-    lines = [f"{leaf.key}={settings.get(config, leaf.key)}" for leaf in settings.leaves(Config)]
-    mine = [line for line in lines if not line.startswith(_MAY_DIFFER)]
-    digests = [hashlib.blake2b(line.encode(), digest_size=6).hexdigest() for line in mine]
-    said = [text.split() for text in group.exchange("start", " ".join(digests))]
-    for other, theirs in enumerate(said):
-        differ = [line.partition("=")[0] for line, *pair in zip(mine, digests, theirs, strict=True) if len({*pair}) > 1]
-        if differ:
-            raise ConfigError(
-                f"Hosts {group.rank} and {other} were started with different settings: {', '.join(differ)}",
-                remedy="Start every host with the same configuration",
-            )
 
 
 def _grader(prepared: Prepared) -> Grader:
@@ -205,7 +184,7 @@ class Loop:
         except KeyboardInterrupt as stop:
             # Without the other hosts' consent they are elsewhere, and a checkpoint needs all.
             if self._group.size == 1 or isinstance(stop, AgreedStop):
-                self._save_if_there_is_time()
+                self._save_if_there_is_time(is_urgent=isinstance(stop, Stopped) and stop.number == signal.SIGTERM)
             raise
         if run_config.checkpoint_at_end and self._checkpoints.newest != self.position.next_step:
             self._save()
@@ -229,18 +208,22 @@ class Loop:
                 num_programs += self._generation.warm_up(self._prepared.train, (), least)
         self._progress.note(f"{num_programs} sampling programs ready in {time.perf_counter() - start:.0f} s")
 
-    def _save_if_there_is_time(self) -> None:
-        """A stopped run's last checkpoint. A machine that is taken away would cut it off: then the journal alone, which
-        holds the same, must do. Host 0, which writes it, decides."""
-        has_time = True
-        if self._interrupts.came == signal.SIGTERM and self.config.run.journal != "off":
-            left = self.config.run.grace_seconds - self._interrupts.seconds
-            has_time = self._checkpoints.seconds_needed(self._worker.trainer.state()) < left
-        if self._group.agree("stop", [has_time])[0, 0]:
-            self._progress.note(f"saving a checkpoint, after {self.position.next_step} steps")
-            self._save()
-        else:
+    def _save_if_there_is_time(self, *, is_urgent: bool) -> None:
+        """A stopped run's last checkpoint. If the machine is taken away, which is urgent, it might be cut off: then the
+        journal, which holds the same, must do."""
+        if self._checkpoints.newest == self.position.next_step:
+            self._checkpoints.wait()
+            return
+        needed = 0.0  # without a journal it is tried in any case
+        if self.config.run.journal != "off":
+            needed = self._checkpoints.seconds_needed(self._worker.trainer.state())
+        told = self._group.agree("stop", [round(1000 * self._interrupts.seconds), round(1000 * needed)])
+        left = 1000 * self.config.run.grace_seconds - told[:, 0].max()  # on the host that was told first
+        if is_urgent and told[0, 1] and told[0, 1] > left:
             self._progress.note("no time for a checkpoint: the journal holds what was done since the last one")
+            return
+        self._progress.note(f"saving a checkpoint, after {self.position.next_step} steps")
+        self._save()
 
     def _save(self) -> None:
         self._begin_to_save()
@@ -261,7 +244,10 @@ class Loop:
             batch = [self._prepared.train[index] for index in self._order.at(step_index)]
             places = self._share(batch)
             prompts = [batch[place] for place in places]
-            generated = self._generate(prompts, places, step_index)
+            pipeline = None
+            if run_config.pipelined:
+                pipeline = Pipeline(self._worker, self.config, len(prompts) * self.config.rollout.group_size)
+            generated = self._generate(prompts, places, step_index, pipeline)
             with self._timer.phase("reward"):
                 lesson = learning.lesson(generated.groups, self.config)
             with self._timer.phase("pack"):
@@ -272,13 +258,13 @@ class Loop:
             if agreed.stop:
                 raise AgreedStop(agreed.stop)  # from here to the position the step is finished, come what may
             version = self._worker.policy_version
-            trained = self._train(step_index, lesson, updates, agreed)
+            trained = self._train(step_index, lesson, updates, agreed, pipeline)
             update = trained.update
             self._journal.trained(step_index, version, update.policy_version, places, prompts, update.skipped_because)
             self._publish()
             meetings = self._group.num_meetings - meetings
             due = number % max(run_config.eval_every, 1) == 0 or number == run_config.num_steps
-            accuracy = self._evaluation(step_index) if self._evaluates and due else None
+            accuracy, stopped = self._evaluation_or_stop(step_index) if self._evaluates and due else (None, None)
             self.position = self.position.after(step_index, accuracy)
             if run_config.checkpoint_every and number % run_config.checkpoint_every == 0:
                 with self._timer.phase("checkpoint"):
@@ -288,18 +274,25 @@ class Loop:
                 self._log.samples(step_index, generated.groups, advantages, places)
             with self._timer.phase("collect"):
                 collector.collect()
-        self._record(agreed, report, trained, accuracy, meetings)
+        met = {"num_meetings": meetings} if self._group.size > 1 else {}
+        overlapped = {} if pipeline is None else {"overlapped_seconds": pipeline.seconds}
+        self._record(agreed, report, trained, accuracy, {**overlapped, **met})
+        if stopped is not None:
+            raise stopped
         if self.position.next_step == 1 or not collector.is_frozen:  # after the training programs' first use
             collector.freeze()
 
-    def _generate(self, prompts: Sequence[Prompt], places: Sequence[int], step_index: int) -> Generated:
+    def _generate(
+        self, prompts: Sequence[Prompt], places: Sequence[int], step_index: int, pipeline: Pipeline | None
+    ) -> Generated:
         """This host's groups. Stopped by a signal, it has none, and says so in the meeting: no host leaves alone."""
 
         def show(done: int, total: int, tokens_per_second: float) -> None:
             self._progress.generate(step_index, done, total, tokens_per_second)
 
         try:
-            return self._generation.rollouts(prompts, places, step_index, show)
+            take = None if pipeline is None else pipeline.add
+            return self._generation.rollouts(prompts, places, step_index, show, take)
         except KeyboardInterrupt:
             if not self._interrupts.came:
                 raise
@@ -315,9 +308,19 @@ class Loop:
             counts=updates.counts,
         )
 
-    def _train(self, step_index: int, lesson: learning.Lesson, updates: Updates, agreed: Agreed) -> learning.Trained:
+    def _train(
+        self,
+        step_index: int,
+        lesson: learning.Lesson,
+        updates: Updates,
+        agreed: Agreed,
+        pipeline: Pipeline | None,
+    ) -> learning.Trained:
+        trained = None
+        if pipeline is not None and agreed.stats.num_trained:
+            trained = pipeline.finish(agreed.totals(self.config.rollout.max_tokens), step_index=step_index)
         with self._group.waiting("train") if agreed.stats.num_trained else contextlib.nullcontext():
-            trained = train(
+            trained = trained or train(
                 self._worker,
                 self.config,
                 lesson,
@@ -336,7 +339,12 @@ class Loop:
         return trained
 
     def _record(
-        self, agreed: Agreed, report: Report, trained: learning.Trained, accuracy: float | None, num_meetings: int
+        self,
+        agreed: Agreed,
+        report: Report,
+        trained: learning.Trained,
+        accuracy: float | None,
+        extra: Mapping[str, float],
     ) -> None:
         """The step's line in this host's log: host 0's is of all hosts, another's of its own part."""
         account, several = self._timer.last(), self._group.size > 1
@@ -351,7 +359,7 @@ class Loop:
             trained,
             held_out_before=before,
             held_out=accuracy,
-            extra={"journal_seconds": journal_seconds, **({"num_meetings": num_meetings} if several else {})},
+            extra={"journal_seconds": journal_seconds, **extra},
         )
         if several and self.config.hosts.metrics_in_barrier:
             lines = self._group.exchange("metrics", metrics.to_json())
@@ -361,13 +369,16 @@ class Loop:
             self._log.step(metrics)
         self._progress.step(metrics, alarms(self._log.history))
 
-    def _evaluation(self, step_index: int) -> float:
-        """The accuracy after a step: as it was found before this start, or now."""
+    def _evaluation_or_stop(self, step_index: int) -> tuple[float | None, AgreedStop | None]:
+        """The accuracy after a step: as it was found before this start, or now. A stop waits: the step is finished."""
         known = self._outset.resumption.evaluations.get(step_index)
         if known is not None:
             self._journal.evaluated(step_index, known)
-            return known
-        return self._evaluate(step_index)
+            return known, None
+        try:
+            return self._evaluate(step_index), None
+        except AgreedStop as stop:
+            return None, stop
 
     def _evaluate(self, step_index: int) -> float:
         """Mean reward over all hosts' held-out prompts, NaN if none could be scored; one meeting of its own."""

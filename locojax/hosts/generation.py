@@ -67,17 +67,25 @@ class Generation:
         count = self._worker.warm_up(self._training_requests(longest, 0), most)
         return count + (self._worker.warm_up(self._greedy_requests(held_out), most) if held_out else 0)
 
-    def rollouts(self, prompts: Sequence[Prompt], places: Sequence[int], step_index: int, show: Show) -> Generated:
+    def rollouts(
+        self,
+        prompts: Sequence[Prompt],
+        places: Sequence[int],
+        step_index: int,
+        show: Show,
+        take: Callable[[Group], None] | None = None,
+    ) -> Generated:
         """One training step's groups. Seeds follow from (run seed, step, prompt): order and host don't matter.
 
         Args:
           places: of the prompts, in the batch of all hosts.
+          take: given each group once it is graded, between decoding calls.
         """
         with self._timer.phase("admit"):
             size, version = self._config.rollout.group_size, self._worker.policy_version
             notes = self._journal.step(step_index, places, prompts, policy_version=version, group_size=size)
             requests = self._training_requests(prompts, step_index)
-        return self._generate(requests, prompts, show, notes)
+        return self._generate(requests, prompts, show, notes, take)
 
     def greedy(self, prompts: Sequence[Prompt], show: Show) -> tuple[Group, ...]:
         """One greedy completion of each prompt, graded."""
@@ -115,7 +123,12 @@ class Generation:
         return SampleRequest(name, prompt.tokens, params, num_samples=num_samples, adapter=self._worker.adapter)
 
     def _generate(
-        self, requests: Sequence[SampleRequest], prompts: Sequence[Prompt], show: Show, notes: StepNotes | None = None
+        self,
+        requests: Sequence[SampleRequest],
+        prompts: Sequence[Prompt],
+        show: Show,
+        notes: StepNotes | None = None,
+        take: Callable[[Group], None] | None = None,
     ) -> Generated:
         grading = _Grading(self._grader, self._worker.completion_text, prompts, notes)
         index_of = {request.request_id: index for index, request in enumerate(requests)}
@@ -131,6 +144,9 @@ class Generation:
                 num_done += len(result.completions)
                 show(num_done, total, num_tokens / seconds)
                 self._check()
+                if take is not None:
+                    for group in grading.newly_graded():
+                        take(group)
         except KeyboardInterrupt:
             grading.wait(_LAST_GRADES_SECONDS)
             raise
@@ -139,6 +155,9 @@ class Generation:
             self._worker.abort([request for request in wanted if index_of[request.request_id] not in done])
         seconds = time.perf_counter() - start + grading.known_seconds
         with self._timer.phase("reward"):
+            while take is not None and grading.num_not_taken:
+                for group in grading.newly_graded(wait=True):
+                    take(group)
             return Generated(grading.groups(), seconds)
 
 
@@ -160,6 +179,7 @@ class _Grading:
         self._grader, self._text_of, self._prompts, self._notes = grader, text_of, prompts, notes
         self.completions: dict[int, tuple[Completion, ...]] = {}
         self._grades: dict[int, list[Future[Reward]]] = {}
+        self._taken: set[int] = set()
         self.known_seconds = 0.0
 
     def submit_known(self) -> None:
@@ -184,11 +204,28 @@ class _Grading:
 
     def groups(self) -> tuple[Group, ...]:
         """All of the batch's groups, once they are graded, in the order of the prompts."""
-        found = []
-        for index, prompt in enumerate(self._prompts):
-            rewards = self._grader.collect(self._grades[index])
-            found.append(Group(prompt, tuple(map(Rollout, self.completions[index], rewards))))
-        return tuple(found)
+        return tuple(map(self._group, range(len(self._prompts))))
+
+    @property
+    def num_not_taken(self) -> int:
+        """Groups that `newly_graded` has not given yet."""
+        return len(self._prompts) - len(self._taken)
+
+    def newly_graded(self, *, wait: bool = False) -> list[Group]:
+        """Groups that are graded and were not given before, as they were finished; with `wait`, at least one."""
+        left = [index for index in self._grades if index not in self._taken]
+        if wait and left and not any(self._is_graded(index) for index in left):
+            concurrent.futures.wait(self._grades[left[0]])
+        ready = [index for index in left if self._is_graded(index)]
+        self._taken.update(ready)
+        return [self._group(index) for index in ready]
+
+    def _is_graded(self, index: int) -> bool:
+        return all(future.done() for future in self._grades[index])
+
+    def _group(self, index: int) -> Group:
+        rewards = self._grader.collect(self._grades[index])
+        return Group(self._prompts[index], tuple(map(Rollout, self.completions[index], rewards)))
 
     def _submit(self, index: int, completions: Sequence[Completion]) -> list[Future[Reward]]:
         prompt = self._prompts[index]

@@ -243,7 +243,8 @@ class RemoteFolder:
     def remove(self, name: str) -> None:
         with reporting(self.path, "written"):
             for part in self._parts().get(name, ()):
-                self._files.rm_file(part)
+                with contextlib.suppress(FileNotFoundError):  # another host was first
+                    self._files.rm_file(part)
 
     def _parts(self) -> dict[str, list[str]]:
         with reporting(self.path, "read"):

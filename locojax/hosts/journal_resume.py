@@ -14,7 +14,7 @@ from locojax.hosts.journal_files import Folder, NoFolder, open_folder
 from locojax.hosts.journal_records import Evaluated, Record, Started, Trained
 
 _FREE = (
-    "run.dir", "run.name", "run.cache_", "run.journal", "run.grace_seconds", "run.eval_every", "run.eval_prompts",
+    "run.dir", "run.name", "run.cache_", "run.journal", "run.grace_seconds", "run.pipelined", "run.eval_",
     "run.checkpoint_every", "run.checkpoint_at_end", "run.keep_last", "run.keep_best", "run.max_gap",
     "run.max_idle_steps", "hosts.", "report.", "grading.", "rollout.max_slots", "rollout.kv_memory_gib",
     "rollout.decode_iterations", "training.rows", "training.row_tokens", "training.remat", "training.mesh_",

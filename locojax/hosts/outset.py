@@ -1,13 +1,15 @@
-"""Where a run begins, or goes on: its newest sound checkpoint and its journal, told by host 0 to all."""
+"""Where a run begins, or goes on, alike on all hosts: settings, the newest sound checkpoint, the journal."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 
+from locojax import settings
 from locojax.config import Config
-from locojax.errors import CheckpointError
+from locojax.errors import CheckpointError, ConfigError
 from locojax.hosts.checkpoint import Position
 from locojax.hosts.group import Group
 from locojax.hosts.journal import Journal, discard_rollouts, ledgers
@@ -16,6 +18,26 @@ from locojax.hosts.journal_records import Started
 from locojax.hosts.journal_resume import Resumption, check_new, deciding, has_begun, journal_folder, resumption
 from locojax.hosts.shared_checkpoints import SharedCheckpoints
 from locojax.rl.batches import BatchOrder
+
+_MAY_DIFFER = ("run.dir", "run.cache_", "run.journal")
+"""Settings that may be a host's own."""
+
+
+def check_same_settings(config: Config, group: Group) -> None:
+    """Raises ConfigError, on every host, unless all were started with the same settings."""
+    if group.size == 1:
+        return
+    lines = [f"{leaf.key}={settings.get(config, leaf.key)}" for leaf in settings.leaves(Config)]
+    mine = [line for line in lines if not line.startswith(_MAY_DIFFER)]
+    digests = [hashlib.blake2b(line.encode(), digest_size=6).hexdigest() for line in mine]
+    said = [text.split() for text in group.exchange("start", " ".join(digests))]
+    for other, theirs in enumerate(said):
+        differ = [line.partition("=")[0] for line, *pair in zip(mine, digests, theirs, strict=True) if len({*pair}) > 1]
+        if differ:
+            raise ConfigError(
+                f"Hosts {group.rank} and {other} were started with different settings: {', '.join(differ)}",
+                remedy="Start every host with the same configuration",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

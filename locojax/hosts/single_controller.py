@@ -110,8 +110,16 @@ class SingleGeneration(Generation):
         self._lockstep.orders.end([()] * self._lockstep.group.size)
         return count
 
-    def rollouts(self, prompts: Sequence[Prompt], places: Sequence[int], step_index: int, show: Show) -> Generated:
+    def rollouts(
+        self,
+        prompts: Sequence[Prompt],
+        places: Sequence[int],
+        step_index: int,
+        show: Show,
+        take: Callable[[Graded], None] | None = None,
+    ) -> Generated:
         """This host's groups of the step, out of those that the head generated. `prompts`: this host's."""
+        assert take is None, "the configuration refuses a pipelined step under a single controller"
         batch = [self._train[index] for index in self._order.at(step_index)]
         everywhere = range(len(batch))
         return self._directed(

@@ -88,11 +88,7 @@ def train(
         return Trained(OptimStepResult(False, worker.policy_version, {}, NOTHING_LEARNT), (), nothing)
     told = list(agreed.told)
     scoring = (updates.scoring, told.pop(0)) if updates.scoring is not None else (None, None)
-    if config.loss.kl_coefficient > 0:
-        lesson = learning.with_reference(lesson, worker.reference_logprobs(lesson.data, *scoring), config)
-    if learning.needs_old_logprobs(config):
-        lesson = learning.with_old(lesson, worker.logprobs(lesson.data, *scoring))
-    data = learning.normalised(lesson, config)
+    data = loss_inputs(worker, config, lesson, *scoring)
     settings = learning.loss_config(config, lesson.totals)
     results, gap, update = [], nothing, None
     for index, part in enumerate(updates.parts):
@@ -109,6 +105,17 @@ def train(
         update = worker.optim_step(learning.adam_params(config, step_index * config.training.substeps + index))
     assert update is not None, "some part has data when the batch has"
     return Trained(update, tuple(result.metrics for result in results), gap)
+
+
+def loss_inputs(
+    worker: HostWorker, config: Config, lesson: Lesson, plan: Plan | None = None, told: np.ndarray | None = None
+) -> tuple[Datum, ...]:
+    """The lesson's data with all that the loss reads, under the weights as they are; `plan`, `told`: of the passes."""
+    if config.loss.kl_coefficient > 0:
+        lesson = learning.with_reference(lesson, worker.reference_logprobs(lesson.data, plan, told), config)
+    if learning.needs_old_logprobs(config):
+        lesson = learning.with_old(lesson, worker.logprobs(lesson.data, plan, told))
+    return learning.normalised(lesson, config)
 
 
 def _somebody_has_data(part: Sequence[int], told: np.ndarray | None) -> bool:
