@@ -139,12 +139,14 @@ def tenant(url: str, number: int, end: float, counts: dict[str, int], lock: thre
             with lock:
                 if outcome not in counts:
                     print(f"first {outcome}: {error}", flush=True)
-        if draw.random() < 0.8:  # the rest just leave, and their sessions expire
+        if draw.random() < 0.8:
             service.close("success" if outcome == "done" else "errored").result()
+        else:
+            service.holder.close()  # as if its process had ended: no goodbye, no more heartbeats; its session expires
         with lock:
             counts[outcome] = counts.get(outcome, 0) + 1
         if outcome == "RequestFailedError":
-            time.sleep(5)  # all slots are taken, by those who just left
+            time.sleep(5)  # e.g. all slots are taken, by those who left without a goodbye
 
 
 def one_step(trainer: tinker.TrainingClient, draw: random.Random) -> None:

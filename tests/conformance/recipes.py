@@ -1,11 +1,13 @@
 """Unmodified recipes of tinker-cookbook against a server, without network.
 
     cd tests && python -m conformance.recipes PYTHON MODEL [recipe ...] [--steps 2] [--renderer qwen3_instruct]
+        [--keep ../docs/recipes.jsonl]
 
 PYTHON has tinker-cookbook and torch; MODEL is what `locojax serve` takes. `datasets.load_dataset("a/b")` and
 `from_pretrained("a/b")` both take a local folder of that relative name, so recipes run where such folders stand. Prints
 one JSON line a recipe: its command, exit status, seconds, and how its reward (or loss) went. A recipe fails if it
 exits with another status than 0, or if it was run to its own number of steps and what it optimizes didn't improve.
+With `--keep`, a recipe that didn't fail has its line in that file replaced; docs/recipes.md shows those lines.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from conformance import sdks
 from conformance.client import API_KEY
@@ -58,6 +61,9 @@ class Recipe:
         return last > first if self.rises else last < first
 
 
+PARITY = "optim/kl_sample_train_v2"
+"""Half the mean squared gap between the log-probs of the sampler and of the trainer, where a recipe measures it."""
+
 _MODEL = ("model_name={model}", "renderer_name={renderer}", "behavior_if_log_dir_exists=delete")
 _REWARD = "env/all/reward/total"
 _ARITHMETIC = (
@@ -66,7 +72,7 @@ _ARITHMETIC = (
 _LOOP = ("model_name={alias}", "lora_rank=32", "learning_rate=5e-4")
 
 RECIPES: Mapping[str, Recipe] = {
-    "math_rl": Recipe("math_rl.train", _ARITHMETIC, 12, _REWARD),
+    "math_rl": Recipe("math_rl.train", _ARITHMETIC, 16, _REWARD),
     "math_rl_importance_sampling": Recipe(
         "math_rl.train", (*_ARITHMETIC, "loss_fn=importance_sampling", "compute_post_kl=True", "num_substeps=2"),
         12, _REWARD,
@@ -79,11 +85,11 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "sl_loop": Recipe("sl_loop", (*_LOOP, "batch_size=8", "save_every=4"), 10, "train_mean_nll", rises=False),
     "rl_loop": Recipe(
-        "rl_loop", (*_LOOP, "batch_size=8", "group_size=8", "max_tokens=64", "save_every=4"), 12, "reward/total"
+        "rl_loop", (*_LOOP, "batch_size=4", "group_size=12", "max_tokens=40", "save_every=4"), 12, "reward/total"
     ),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
-        (*_MODEL, "batch_size=4", "group_size=4", "max_tokens=8", "learning_rate=5e-4", "eval_every=0"),
+        (*_MODEL, "batch_size=2", "group_size=8", "max_tokens=12", "learning_rate=5e-4", "eval_every=0"),
         8, _REWARD,
     ),
     "dpo": Recipe(
@@ -98,8 +104,8 @@ RECIPES: Mapping[str, Recipe] = {
     ),
 }  # fmt: skip
 
-QUICK = ("math_rl", "chat_sl", "dpo")
-"""What CI runs where it has the cookbook: reinforcement, supervision, and a loss that the client makes with torch."""
+QUICK = ("math_rl", "dpo")
+"""What CI runs: reinforcement, and a loss that the client makes with torch."""
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -122,7 +128,12 @@ def lay_out(folder: pathlib.Path) -> None:
     chats = [{"messages": turn, "prompt": turn[0]["content"], "category": "sums"} for turn in turns]
     write_rows(folder / "conv.jsonl", chats)
     asked = "\n\nHuman: What is {} + {}?\n\nAssistant: {}"
-    gsm8k = [{"question": f"What is {a} + {b}?", "answer": f"It is {a + b}.\n#### {a + b}"} for a, b in sums]
+    # Right, in the form that rl_loop asks for, has to happen now and then, or there is nothing to learn from.
+    small = [(draw.randrange(1, 4), draw.randrange(1, 4)) for _ in sums]
+    gsm8k = [
+        {"question": f"What is {a} + {b}? Answer like this: \\boxed{{3}}.", "answer": f"It is {a + b}.\n#### {a + b}"}
+        for a, b in small
+    ]
     preferences = [{"chosen": asked.format(a, b, a + b), "rejected": asked.format(a, b, a + b + 7)} for a, b in sums]
     for split, count in NUM_ROWS.items():
         write_rows(folder / f"HuggingFaceH4/no_robots/{split}.jsonl", chats[:count])
@@ -152,6 +163,7 @@ def run_recipe(
         names = {**names, "checkpoint": last_sampler(folder / f"runs/{recipe.after}")}
     environment = {
         **sdks.environment(), "TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY, "HF_DATASETS_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "",  # the environment was installed without: the first import writes it
         "HF_DATASETS_CACHE": str(folder / "cache"),
         "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
     }  # fmt: skip
@@ -168,11 +180,14 @@ def run_recipe(
     values = curve(folder / log_path, recipe.metric)
     result: dict[str, object] = {
         "recipe": name, "status": status, "seconds": round(time.perf_counter() - started, 1),
-        "command": shlex.join(["python", *command[3:]]), "metric": recipe.metric, "curve": values,
+        "command": shlex.join(["python", *command[3:]]), "metric": recipe.metric,
+        "curve": [round(value, 4) for value in values],
     }  # fmt: skip
     if values:
         first, last = ends(values)
         result |= {"first": first, "last": last, "improved": recipe.improved(first, last)}
+    if gaps := curve(folder / log_path, PARITY):
+        result["max_kl_sample_train"] = float(f"{max(gaps):.2g}")
     if status:
         result["error"] = tail(output, 60)
     return result
@@ -182,7 +197,7 @@ def curve(log_path: pathlib.Path, metric: str) -> list[float]:
     """A metric by step, from the recipe's own log; empty where it has none."""
     path = log_path / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
-    return [round(row[metric], 4) for row in rows if metric in row]
+    return [float(row[metric]) for row in rows if metric in row]
 
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
@@ -195,6 +210,28 @@ def last_sampler(log_path: pathlib.Path) -> str:
     """The tinker:// path of the last sampler checkpoint that a recipe noted."""
     rows = [json.loads(line) for line in (log_path / "checkpoints.jsonl").read_text().splitlines()]
     return str([row["sampler_path"] for row in rows if row.get("sampler_path")][-1])
+
+
+def keep(result: Mapping[str, object], path: pathlib.Path) -> None:
+    """Puts a run's line into a file of such lines, in the place of the same recipe's; the file is in RECIPES' order."""
+    lines = {line["recipe"]: line for line in kept(path)} if path.exists() else {}
+    lines[str(result["recipe"])] = dict(result)
+    path.write_text("".join(json.dumps(lines[name]) + "\n" for name in RECIPES if name in lines))
+
+
+def kept(path: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def table(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Kept lines as a table in Markdown."""
+    rows = ["| recipe | steps | what it optimizes | first quarter | last quarter | seconds |", "|---" * 6 + "|"]
+    rows += [
+        f"| `{line['recipe']}` | {len(line['curve'])} | {line['metric'].removeprefix('env/all/')} "
+        f"| {line['first']:.3f} | {line['last']:.3f} | {line['seconds']:.0f} |"
+        for line in lines
+    ]
+    return "\n".join(rows) + "\n"
 
 
 def lay_out_tokenizer(model: str, folder: pathlib.Path, alias: str) -> str:
@@ -239,11 +276,14 @@ def main() -> int:
     parser.add_argument("recipes", nargs="*", metavar="recipe", help=", ".join(RECIPES))
     parser.add_argument("--steps", type=int, help="default: each recipe's own, and then it must improve")
     parser.add_argument("--renderer", default="role_colon", choices=ALIASES)
-    options = parser.parse_args()
+    parser.add_argument("--keep", type=pathlib.Path, metavar="FILE", help="of JSON lines, one a recipe")
+    options = parser.parse_intermixed_args()
     failures = 0
     for result in run_all(options.python, options.model, options.recipes or RECIPES, options.renderer, options.steps):
         good = result["status"] == 0 and (options.steps is not None or bool(result.get("improved")))
         failures += not good
+        if good and options.steps is None and options.keep is not None:
+            keep(result, options.keep)
         print(json.dumps(result), flush=True)
     return 1 if failures else 0
 
