@@ -34,33 +34,36 @@ def score(prompt, completion, answer, meta):
 """
 
 # Steps count from 0. A checkpoint is written after 2 and 4, an evaluation made before step 0 and after 1, 3 and 4.
-POINTS = {
+# A run is killed at one point of a chain after the other: each start comes a little further than the last.
+BEFORE_A_CHECKPOINT = {
     "starting": "before:Started@-1",
-    "drawing": "before:Drawn@4",
     "drawn": "after:Drawn@1",
-    "prefilling": "phase:prefill@4",
-    "decoding": "phase:decode@2",
-    "writing a group": "torn:Sampled@4",
     "sampled, not graded": "after:Sampled@1",
-    "graded, not written": "before:Graded@4",
-    "writing a grade": "torn:Graded@4",
-    "graded": "after:Graded@2",
-    "waiting for grades": "phase:reward@4",
-    "packing": "phase:pack@4",
-    "training": "phase:train@4",
     "trained, not written": "before:Trained@1",
-    "writing that it trained": "torn:Trained@4",
-    "trained": "after:Trained@3",
-    "publishing": "phase:publish@4",
-    "evaluating": "phase:evaluate@3",
     "evaluated": "after:Evaluated@1",
+    "decoding": "phase:decode@2",
+    "graded": "after:Graded@2",
     "saving begins": "phase:checkpoint@2",
     "saving": "before:Saved@2",
     "saved, perhaps": "after:Saved@2",
+}
+AFTER_IT = {
+    "evaluating": "phase:evaluate@3",
+    "trained": "after:Trained@3",
     "between steps": "phase:collect@3",
+    "drawing": "before:Drawn@4",
+    "prefilling": "phase:prefill@4",
+    "writing a group": "torn:Sampled@4",
+    "graded, not written": "before:Graded@4",
+    "writing a grade": "torn:Graded@4",
+    "waiting for grades": "phase:reward@4",
+    "packing": "phase:pack@4",
+    "agreeing": "phase:wait@4",
+    "training": "phase:train@4",
+    "writing that it trained": "torn:Trained@4",
+    "publishing": "phase:publish@4",
     "saving the last": "before:Saved@4",
 }
-SEVERAL = {"agreeing": "phase:wait@4"}  # with several hosts only
 
 
 @dataclasses.dataclass

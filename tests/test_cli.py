@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import types
@@ -13,6 +14,7 @@ from rich.console import Console
 from locojax import cli, settings
 from locojax.config import Config, load
 from locojax.errors import CapacityError
+from locojax.hosts.interrupt import Stopped
 from locojax.hosts.metrics import RunResult
 from locojax.measure.timeline import Timeline
 
@@ -103,6 +105,20 @@ def test_a_failed_run_ends_with_code_1_and_debug_shows_where(loop, capsys):
     assert cli.main(["train", "--debug"]) == 1
     printed = capsys.readouterr().err
     assert "Traceback" in printed and "test_cli.py" in printed
+
+
+def test_sigterm_ends_with_the_code_that_launchers_restart_on(loop, capsys, tmp_path):
+    loop.fails = Stopped(signal.SIGTERM)
+    assert cli.main(["train", f"run.dir={tmp_path}"]) == 75
+    assert capsys.readouterr().err == "Stopped by SIGTERM, to be restarted with --resume.\n"
+    loop.fails = Stopped(signal.SIGINT)
+    assert cli.main(["train", f"run.dir={tmp_path}"]) == 2
+    assert capsys.readouterr().err == "Stopped by Ctrl-C.\n"
+
+
+def test_a_restartable_run_leaves_it_to_the_loop_whether_it_has_begun(loop):
+    assert cli.main(["train", "--restartable"]) == 0 and cli.main(["train", "--restartable", "--resume"]) == 0
+    assert [resume for _, resume in loop.calls] == [None, True]
 
 
 def test_ctrl_c_says_how_to_go_on(loop, capsys, tmp_path):

@@ -141,6 +141,19 @@ def test_what_was_sampled_and_graded_is_known_again(where, tmp_path, request):
     assert [type(record).__name__ for record in records] == ["Started", "Drawn"] * 2
 
 
+def test_what_is_cut_off_is_said(tmp_path):
+    folder, said = open_folder(str(tmp_path)), []
+    write_step(folder)
+    path = tmp_path / "rollouts" / "step_000003.host0.log"
+    path.write_bytes(path.read_bytes()[:-5])
+    with Journal(folder, started(run=2), recalls=True, say=said.append) as again:
+        known = again.step(3, [0, 1, 2], PROMPTS, policy_version=3, group_size=2).known
+    assert known[1].rewards == (None, None), "the torn grade is given again"
+    (text,) = said
+    assert text.startswith("the journal's rollouts/step_000003.host0.log ended in a torn record: its last ")
+    assert journal.read(folder, "rollouts/step_000003.host0.log")[1] == 0
+
+
 def test_what_is_no_longer_asked_for_is_not_used(tmp_path):
     folder = open_folder(str(tmp_path))
     write_step(folder)

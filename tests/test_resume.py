@@ -152,7 +152,7 @@ def test_a_step_cut_short_is_finished_from_what_was_graded(runs, monkeypatch):
     runs.check("cut")
     assert runs.asked == {"step 3": 1}, "two of the last step's three groups were there, and all of step 2's"
     assert before + (NUM_STEPS * PER_STEP - before) == runs.num_grades("cut") == NUM_STEPS * PER_STEP
-    assert any(text.startswith("resumed at step 4 of 4 in ") and "training 1 steps again" in text for text in runs.said)
+    assert any(text.startswith("resumed at step 4 of 4 in ") and "training 1 step again" in text for text in runs.said)
 
 
 def test_without_a_checkpoint_it_begins_from_the_model_and_samples_nothing_again(runs, monkeypatch):

@@ -92,7 +92,7 @@ def _run(
         order = BatchOrder(len(prepared.train), run_config.prompts_per_step, run_config.seed, period)
         with startup.part("checkpoint and journal"):
             outset = find_outset(config, group, checkpoints, resume=resume, say=progress.note)
-            journal = stack.enter_context(open_journal(config, group, outset, order))
+            journal = stack.enter_context(open_journal(config, group, outset, order, progress.note))
         first = outset.first_new_step() if outset.goes_on else None
         log: RunLog | HostLog
         if group.is_first:
@@ -173,7 +173,7 @@ class Loop:
                 self._progress.note(f"held-out accuracy {accuracy:.2f} before training")
             if lost > first:
                 self._progress.begin("train", f"steps {first + 1} to {lost} again, from the journal")
-            with self._startup.part(f"training {lost - first} steps again"):
+            with self._startup.part(f"training {lost - first} step{'s' * (lost - first != 1)} again"):
                 for step_index in range(first, min(lost, run_config.num_steps)):
                     self._step(step_index, collector)
             if self._outset.goes_on:
@@ -348,8 +348,7 @@ class Loop:
     ) -> None:
         """The step's line in this host's log: host 0's is of all hosts, another's of its own part."""
         account, several = self._timer.last(), self._group.size > 1
-        if account.step in self._log.kept:  # its first line holds what the step took when it was whole
-            return
+        is_kept = account.step in self._log.kept  # its first line holds what the step took when it was whole
         before = self.position.held_out_first if account.step == 0 else None
         journal_seconds = self._journal.seconds - self._journal_seconds
         self._journal_seconds = self._journal.seconds
@@ -362,9 +361,11 @@ class Loop:
             extra={"journal_seconds": journal_seconds, **extra},
         )
         if several and self.config.hosts.metrics_in_barrier:
-            lines = self._group.exchange("metrics", metrics.to_json())
-            if isinstance(self._log, RunLog):
+            lines = self._group.exchange("metrics", metrics.to_json())  # all hosts, whatever each has kept
+            if isinstance(self._log, RunLog) and not is_kept:
                 self._log.other_hosts(lines[1:])
+        if is_kept:
+            return
         if self._group.is_first or not self.config.hosts.metrics_in_barrier:
             self._log.step(metrics)
         self._progress.step(metrics, alarms(self._log.history))

@@ -16,7 +16,7 @@ import dataclasses
 import re
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from locojax.errors import CheckpointError
@@ -63,6 +63,7 @@ class Journal:
       folder: where all hosts' journals are, or this host's.
       started: written first.
       recalls: whether the rollouts found there are of this run, and may be used.
+      say: told of what is cut off.
 
     Raises:
       CheckpointError: it can't be read or written, by any method.
@@ -74,8 +75,10 @@ class Journal:
           journal.trained(3, 3, 4, places, prompts, None)
     """
 
-    def __init__(self, folder: Folder, started: Started, *, recalls: bool):
-        self._folder, self._rank = folder, started.rank
+    def __init__(
+        self, folder: Folder, started: Started, *, recalls: bool, say: Callable[[str], None] = lambda text: None
+    ):
+        self._folder, self._rank, self._say = folder, started.rank, say
         self._found = rollout_files(folder) if recalls else {}
         self._ledger = folder.appender(f"ledger.host{started.rank}.log")
         self._rollouts: Appender | None = None  # this step's
@@ -103,12 +106,12 @@ class Journal:
     ) -> StepNotes:
         """Notes of a step whose prompts have just been drawn; `places`: theirs in the batch of all hosts."""
         self._add(self._ledger, Drawn(step, tuple(places), tuple(prompt.prompt_id for prompt in prompts)))
+        found = self._recalled(step)
         if step != self._rollouts_step:
-            self._open_rollouts(step)
+            self._open_rollouts(step)  # cuts off a torn tail, so what was found of it has been said
         known = {}
         for index, (place, prompt) in enumerate(zip(places, prompts, strict=True)):
-            found = self._recalled(step).get(place, ())
-            usable = [each for each in found if _is_of(each, prompt, policy_version, group_size)]
+            usable = [each for each in found.get(place, ()) if _is_of(each, prompt, policy_version, group_size)]
             if usable:
                 known[index] = max(usable, key=lambda each: each.num_graded)
         return StepNotes(self, step, tuple(places), tuple(prompts), known)
@@ -156,15 +159,23 @@ class Journal:
             self._ledger.close()
 
     def _open_rollouts(self, step: int) -> None:
+        start = time.perf_counter()
         new = self._folder.appender(f"rollouts/step_{step:06d}.host{self._rank}.log")
         with self._lock:
             old, self._before, self._rollouts, self._rollouts_step = self._before, self._rollouts, new, step
         if old is not None:  # of two steps ago: by now it is on disk, and nobody waits
             old.close()
+        with self._lock:
+            self.seconds += time.perf_counter() - start
 
     def _recalled(self, step: int) -> Mapping[int, Sequence[Recalled]]:
-        names = self._found.get(step, ())
-        return recalled(record for name in names for record in read(self._folder, name)[0])
+        records = []
+        for name in self._found.get(step, ()):
+            part, torn = read(self._folder, name)
+            records += part
+            if torn:
+                self._say(torn_tail(name, torn))
+        return recalled(records)
 
     def _add(self, file: Appender, record: Record) -> None:
         start = time.perf_counter()
@@ -215,6 +226,11 @@ class StepNotes:
         self._journal._add_rollout(
             self._step, Graded(self._step, self._places[index], completion.sample_index, mark, reward)
         )
+
+
+def torn_tail(name: str, num_bytes: int) -> str:
+    """What is said of a file that ends in the middle of a record."""
+    return f"the journal's {name} ended in a torn record: its last {num_bytes} bytes are cut off"
 
 
 def read(folder: Folder, name: str) -> tuple[list[Record], int]:

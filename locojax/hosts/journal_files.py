@@ -127,7 +127,6 @@ class LocalAppender:
     def __init__(self, path: pathlib.Path, folder: str):
         self._folder = folder
         with reporting(folder, "written"):
-            is_new_folder = not path.parent.is_dir()
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             data = path.read_bytes()
@@ -138,8 +137,8 @@ class LocalAppender:
                 os.ftruncate(self._file, good)
             if good == 0:
                 _write(self._file, MAGIC)
-            for parent in (path.parent, *([path.parent.parent] if is_new_folder else [])):
-                _sync_folder(parent)
+        self._not_synced = [path.parent, path.parent.parent]
+        self._has_new = True
         self._syncer = _Syncer(self._fsync, _LOCAL_SYNC_SECONDS)
         self._lock = threading.Lock()  # a record is whole before the next one begins
 
@@ -148,6 +147,7 @@ class LocalAppender:
             self._syncer.check()
             try:
                 _write(self._file, frame(payload))
+                self._has_new = True
             except OSError as error:  # what follows a torn record would not be read: no other may be written
                 self._syncer.fail(error)
                 raise
@@ -159,12 +159,15 @@ class LocalAppender:
     def close(self) -> None:
         with reporting(self._folder, "written"):
             try:
-                self._syncer.close()
+                self._syncer.close(sync=self._has_new)
             finally:
                 os.close(self._file)
 
     def _fsync(self) -> None:
+        self._has_new = False
         os.fsync(self._file)
+        while self._not_synced:  # once: a new file's name is durable when its folder is
+            _sync_folder(self._not_synced.pop())
 
 
 def _write(file: int, data: bytes) -> None:
@@ -175,7 +178,6 @@ def _write(file: int, data: bytes) -> None:
 
 
 def _sync_folder(path: pathlib.Path) -> None:
-    """A new file's name is durable once its folder is."""
     with contextlib.suppress(OSError):  # not every file system lets a folder be synced
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -280,7 +282,7 @@ class RemoteAppender:
 
     def close(self) -> None:
         with reporting(self._folder, "written"):
-            self._syncer.close()
+            self._syncer.close(sync=True)
 
     def _upload(self) -> None:
         with self._lock:
@@ -325,9 +327,11 @@ class _Syncer:
                 self._changed.wait_for(lambda: self._done >= mine or self._error is not None)
         self.check()
 
-    def close(self) -> None:
+    def close(self, *, sync: bool) -> None:
         try:
-            self.sync(wait=True)
+            if sync:
+                self.sync(wait=True)
+            self.check()
         finally:
             with self._changed:
                 self._closing = True

@@ -109,6 +109,7 @@ class Saved:
 
 Record: TypeAlias = Started | Drawn | Sampled | Graded | Trained | Published | Evaluated | Saved
 
+_COMPACT = json.JSONEncoder(separators=(",", ":"))  # json.dumps would make one for each record
 _PLAIN: Mapping[str, Any] = {kind.__name__: kind for kind in (Started, Drawn, Trained, Published, Evaluated, Saved)}
 
 
@@ -137,10 +138,10 @@ def encode(record: Record) -> bytes:
         for each in record.completions:
             arrays += np.asarray(each.tokens, np.int32).tobytes() + np.asarray(each.logprobs, np.float32).tobytes()
     elif isinstance(record, Graded):
-        fields |= {**vars(record), "reward": dataclasses.astuple(record.reward)}
+        fields |= {**vars(record), "reward": (record.reward.value, record.reward.error)}
     else:
         fields |= vars(record)
-    return json.dumps(fields, separators=(",", ":")).encode() + b"\n" + arrays
+    return _COMPACT.encode(fields).encode() + b"\n" + arrays
 
 
 def decode(payload: bytes) -> Record:

@@ -12,7 +12,7 @@ from locojax.config import Config
 from locojax.errors import CheckpointError, ConfigError
 from locojax.hosts.checkpoint import Position
 from locojax.hosts.group import Group
-from locojax.hosts.journal import Journal, discard_rollouts, ledgers
+from locojax.hosts.journal import Journal, discard_rollouts, ledgers, torn_tail
 from locojax.hosts.journal_files import Folder
 from locojax.hosts.journal_records import Started
 from locojax.hosts.journal_resume import Resumption, check_new, deciding, has_begun, journal_folder, resumption
@@ -98,8 +98,7 @@ def find_outset(
 
 def _told(config: Config, checkpoints: SharedCheckpoints, folder: Folder) -> dict[str, object]:
     records, torn = ledgers(folder)
-    notes = [f"the journal's {name} ended in a torn record: its last {size} bytes are cut off"
-             for name, size in torn.items()]  # fmt: skip
+    notes = [torn_tail(name, size) for name, size in torn.items()]
     damaged, position = checkpoints.newest_sound()
     has_begun_before = any(records.values())
     if position is None and (damaged or not has_begun_before):
@@ -122,7 +121,9 @@ def _told(config: Config, checkpoints: SharedCheckpoints, folder: Folder) -> dic
     }
 
 
-def open_journal(config: Config, group: Group, outset: Outset, order: BatchOrder) -> Journal:
+def open_journal(
+    config: Config, group: Group, outset: Outset, order: BatchOrder, say: Callable[[str], None]
+) -> Journal:
     """This host's journal of this start.
 
     Raises:
@@ -139,7 +140,7 @@ def open_journal(config: Config, group: Group, outset: Outset, order: BatchOrder
         period=order.period,
         settings=deciding(config),
     )
-    return Journal(journal_folder(config), started, recalls=resumed.run > 1)
+    return Journal(journal_folder(config), started, recalls=resumed.run > 1, say=say)
 
 
 def _hosts(number: int) -> str:

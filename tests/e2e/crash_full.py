@@ -10,7 +10,7 @@ import signal
 
 import jax
 import pytest
-from crash import POINTS, SEVERAL, Crashes
+from crash import AFTER_IT, BEFORE_A_CHECKPOINT, Crashes
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +20,24 @@ def crashes(tmp_path_factory) -> Crashes:
     return made
 
 
-@pytest.mark.parametrize("point", [pytest.param(point, id=name) for name, point in POINTS.items()])
-def test_one_host(crashes, point, request):
-    crashes.survives(request.node.callspec.id.replace(" ", "-"), point)
+CHAINS = {"before a checkpoint": BEFORE_A_CHECKPOINT, "after it": AFTER_IT}
 
 
-@pytest.mark.parametrize("point", [pytest.param(p, id=name) for name, p in {**POINTS, **SEVERAL}.items()])
-def test_two_hosts(crashes, point, request):
-    name = request.node.callspec.id
-    host = 0 if "sav" in name else 1
-    crashes.survives(f"two-{name}".replace(" ", "-"), point, num_hosts=2, crash_host=host)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_one_host(crashes, chain):
+    crashes.survives(f"one-{chain}".replace(" ", "-"), *CHAINS[chain].values())
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_two_hosts(crashes, chain):
+    """The second host is the one that is killed; the first ends because of it."""
+    crashes.survives(f"two-{chain}".replace(" ", "-"), *CHAINS[chain].values(), num_hosts=2, crash_host=1)
+
+
+def test_the_first_of_two_hosts(crashes):
+    """It keeps the board, the checkpoints and the run's log."""
+    points = [BEFORE_A_CHECKPOINT[name] for name in ("graded", "saving", "saved, perhaps")]
+    crashes.survives("two-first", *points, AFTER_IT["training"], num_hosts=2, crash_host=0)
 
 
 @pytest.mark.parametrize("hosts", [(2, 1), (1, 2)], ids=str)
