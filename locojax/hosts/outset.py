@@ -63,7 +63,7 @@ class Outset:
 def find_outset(
     config: Config, group: Group, checkpoints: SharedCheckpoints, *, resume: bool | None, say: Callable[[str], None]
 ) -> Outset:
-    """Where this start of the run begins; a meeting if it goes on.
+    """Where this start of the run begins; a meeting or two.
 
     Args:
       resume: None: goes on if the run has begun, on host 0.
@@ -73,13 +73,14 @@ def find_outset(
         run's journal is there already. On host 0: the others then end with it.
     """
     folder = journal_folder(config)
-    if resume is None:
-        resume = bool(group.agree("begin", [has_begun(config)])[0, 0])
     if not resume:
-        if group.is_first:
+        # Host 0 looks before the meeting, and the others write after it: they may share the folder.
+        if resume is False and group.is_first:
             check_new(folder)
-        return Outset(Position(0, None, None), False, False, Resumption())
-    told = json.dumps(_told(config, checkpoints, folder)) if group.is_first else ""
+        begun = group.is_first and resume is None and has_begun(config)
+        if not group.agree("begin", [begun])[0, 0]:
+            return Outset(Position(0, None, None), False, False, Resumption())
+    told = json.dumps(_told(config, checkpoints, folder, must=bool(resume))) if group.is_first else ""
     fields = json.loads(group.exchange("resume", told)[0])
     found = Outset(Position(**fields["position"]), True, fields["restores"], Resumption.decode(fields["resumption"]))
     for note in fields["notes"]:
@@ -96,12 +97,13 @@ def find_outset(
     return found
 
 
-def _told(config: Config, checkpoints: SharedCheckpoints, folder: Folder) -> dict[str, object]:
+def _told(config: Config, checkpoints: SharedCheckpoints, folder: Folder, *, must: bool) -> dict[str, object]:
+    """What host 0 tells the others. `must`: there must be something to go on from."""
     records, torn = ledgers(folder)
     notes = [torn_tail(name, size) for name, size in torn.items()]
     damaged, position = checkpoints.newest_sound()
     has_begun_before = any(records.values())
-    if position is None and (damaged or not has_begun_before):
+    if position is None and (damaged or (must and not has_begun_before)):
         raise CheckpointError(
             f"There is no {'sound ' if damaged else ''}checkpoint to resume from in {str(checkpoints.folder)!r}",
             got="; ".join(damaged) or None,
