@@ -30,9 +30,9 @@ from locojax.rollout.prefilling import Asked, Prefiller
 from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
 from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Queue, Schedule
-from locojax.rollout.settings import EngineSettings, memory_and_layout, scheduler_of
+from locojax.rollout.settings import PLAIN_ROWS, EngineSettings, memory_and_layout, scheduler_of
 from locojax.rollout.stats import EngineStats, TokenEvent
-from locojax.rollout.warmup import PINNED_STOPS, PLAIN_ROWS, ShapesOnly, prepare_server, stagger
+from locojax.rollout.warmup import PINNED_STOPS, ShapesOnly, prepare_server, stagger
 from locojax.types import SampleRequest, SampleResult
 
 Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]

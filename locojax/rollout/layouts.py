@@ -268,7 +268,7 @@ class Paged(_OneCache):
         """Pages never change their shape; a copy of pages compiles when the first is asked for."""
 
     def tables(self, slots: Sequence[SlotBlock], num_rows: int, shape: Shape, width: int) -> Tables:
-        width = power_of_two(max(width, *(len(slot.pages) for slot in slots)))
+        width = power_of_two(max([width, *(len(slot.pages) for slot in slots)]))
         entry, prompt_len = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         pages = np.full((num_rows, width), self.num_pages, np.int32)
         for slot in slots:

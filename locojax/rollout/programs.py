@@ -19,8 +19,9 @@ from locojax.models import attention, decoder
 from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import Adapters, present_in, stack_axis
 from locojax.models.spec import ModelSpec
+from locojax.rollout import head
 from locojax.rollout.layouts import Cache, Destination, Layout, Tables
-from locojax.rollout.sampling import SamplerRows, likeliest, log_softmax_parts, sample
+from locojax.rollout.sampling import SamplerRows, WholeLogits, likeliest, log_softmax_parts, sample_from
 from locojax.types import LogprobsOf
 
 
@@ -105,12 +106,26 @@ class ProgramSpec:
 
 
 def pick_adapters(adapters: Adapters | None, index: Array) -> Adapters | None:
-    """Adapters for rows with these indices; 0 is none: row 0 of a stack has scale 0, a single one a scale per row."""
+    """Adapters for rows with these indices; 0 is none: row 0 of a stack has scale 0, a single one a scale per row.
+
+    A single row's is cut out of the stack, once for a whole program: what is left is a model with one adapter, without
+    a loop over those present in each layer.
+    """
     if adapters is None:
         return None
-    if adapters.scale.ndim:
+    if not adapters.scale.ndim:
+        return dataclasses.replace(adapters, scale=jnp.where(index > 0, adapters.scale, 0.0))
+    if index.shape[0] > 1:
         return dataclasses.replace(adapters, index=index, present=present_in(index, adapters.scale.shape[0]))
-    return dataclasses.replace(adapters, scale=jnp.where(index > 0, adapters.scale, 0.0))
+
+    def own(leaf: Array, axis: int) -> Array:
+        return jnp.where(index[0] > 0, jax.lax.dynamic_index_in_dim(leaf, index[0], axis, keepdims=False), 0.0)
+
+    tree = {
+        module: {name: own(leaf, stack_axis(module)) for name, leaf in parts.items()}
+        for module, parts in adapters.tree.items()
+    }
+    return Adapters(tree, own(adapters.scale, 0))
 
 
 def decode(
@@ -136,9 +151,9 @@ def decode(
     B = rows.token.shape[0]
 
     def draw(hidden: Array, count: Array) -> Drawn:
-        logits = decoder.logits(weights, hidden[:, None], mine)[:, 0]
+        logits = head.logits(weights, hidden, mine)
         sampler = dataclasses.replace(rows.sampler, position=rows.sampler.position + count)
-        token, logprob = sample(logits, sampler, spec.logprobs_of, truncates)
+        token, logprob = sample_from(logits, sampler, spec.logprobs_of, truncates)
         return Drawn(token, logprob, *likeliest(logits, sampler.temperature, num_top, spec.logprobs_of))
 
     def still_alive(alive: Array, token: Array, count: Array) -> Array:
@@ -258,6 +273,7 @@ def score(
 ) -> Scores:
     """What hidden states [T, D] predict, under the engine's `logprobs_of`; see ScoreRows."""
     logits = decoder.logits(weights, hidden[None], pick_adapters(adapters, rows.adapter))[0]
+    whole = WholeLogits(logits)
     T = logits.shape[0]
     temperature = jnp.broadcast_to(rows.temperature, (T,))
     scaled, normalizer = log_softmax_parts(logits, temperature, spec.logprobs_of)
@@ -267,10 +283,10 @@ def score(
         off = jnp.zeros(T, jnp.float32)
         sampler = SamplerRows(jnp.broadcast_to(key, (T, 2)), rows.position, temperature, off.astype(jnp.int32),
                               off + 1.0, off)  # fmt: skip
-        return sample(logits, sampler, spec.logprobs_of, truncates=False)
+        return sample_from(whole, sampler, spec.logprobs_of, truncates=False)
 
     ids, logprobs = jax.lax.map(draw, rows.keys)
-    top = likeliest(logits, temperature, num_top, spec.logprobs_of)
+    top = likeliest(whole, temperature, num_top, spec.logprobs_of)
     return Scores(of_targets, *top, ids.T, logprobs.T)
 
 

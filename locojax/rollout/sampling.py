@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,63 @@ def _blocks(logits: Array) -> Array:
     if pad:
         logits = jnp.pad(logits, ((0, 0), (0, pad)), constant_values=-jnp.inf)
     return logits.reshape(B, (V + pad) // S, S)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockMasses:
+    """Of each block of the vocabulary the largest logit f32[B, N], and the sum of exp(logit - largest) f32[B, N]."""
+
+    largest: Array
+    mass: Array
+
+
+@runtime_checkable
+class Logits(Protocol):
+    """What drawing a token asks about a row's logits."""
+
+    def masses(self, scale: Array, plain: Array) -> tuple[BlockMasses, Array]:
+        """The blocks' masses, and those of `scale` f32[B] times the logits: sum of exp(scale (logit - largest)),
+        f32[B, N]. plain bool[B]: rows whose scale is 1."""
+
+    def block(self, index: Array) -> Array:
+        """Logits of one block of each row: index i32[B] -> f32[B, S]."""
+
+
+    def values(self) -> Array:
+        """All of them, f32[B, V]."""
+
+
+class WholeLogits:
+    """Logits that are there: f32[B, V]."""
+
+    def __init__(self, values: Array):
+        self._values = values
+
+    def values(self) -> Array:
+        """See `Logits`."""
+        return self._values
+
+    def masses(self, scale: Array, plain: Array) -> tuple[BlockMasses, Array]:
+        """See `Logits`."""
+        return masses_of(self._values, scale, plain)
+
+    def block(self, index: Array) -> Array:
+        """See `Logits`."""
+        return _pick_row(_blocks(self._values), index)
+
+
+def masses_of(logits: Array, scale: Array, plain: Array) -> tuple[BlockMasses, Array]:
+    """`Logits.masses` of logits f32[B, V]."""
+    blocks = _blocks(logits)
+    largest = jnp.maximum(jnp.max(blocks, axis=-1), jnp.finfo(jnp.float32).min)  # of nothing but -inf: a mass of 0
+    mass = jnp.sum(jnp.exp(blocks - largest[..., None]), axis=-1)
+
+    def scaled() -> Array:
+        above = (blocks - largest[..., None]) * scale[:, None, None]
+        return jnp.where(plain[:, None], mass, jnp.sum(jnp.exp(above), axis=-1))
+
+    return BlockMasses(largest, mass), jax.lax.cond(jnp.all(plain), lambda: mass, scaled)
 
 
 def _pick_row(values: Array, index: Array) -> Array:
@@ -155,12 +212,12 @@ def log_softmax_parts(logits: Array, temperature: Array, logprobs_of: LogprobsOf
     return logits, jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def likeliest(logits: Array, temperature: Array, num: int, logprobs_of: LogprobsOf) -> tuple[Array, Array]:
+def likeliest(logits: Logits, temperature: Array, num: int, logprobs_of: LogprobsOf) -> tuple[Array, Array]:
     """The `num` likeliest tokens of each row, likeliest first: ids i32[B, num], log-probs f32[B, num]."""
     if not num:
-        nothing = (logits.shape[0], 0)
+        nothing = (temperature.shape[0], 0)
         return jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, jnp.float32)
-    scaled, normalizer = log_softmax_parts(logits, temperature, logprobs_of)
+    scaled, normalizer = log_softmax_parts(logits.values(), temperature, logprobs_of)
     top, ids = jax.lax.top_k(scaled, num)
     return ids, top - normalizer
 
@@ -169,7 +226,12 @@ def likeliest(logits: Array, temperature: Array, num: int, logprobs_of: Logprobs
 def sample(
     logits: Array, rows: SamplerRows, logprobs_of: LogprobsOf = "raw", truncates: bool = True
 ) -> tuple[Array, Array]:
-    """One token a row, and its log-prob. logits f32[B, V] -> i32[B], f32[B].
+    """`sample_from` logits f32[B, V] that are there."""
+    return sample_from(WholeLogits(logits), rows, logprobs_of, truncates)
+
+
+def sample_from(logits: Logits, rows: SamplerRows, logprobs_of: LogprobsOf, truncates: bool) -> tuple[Array, Array]:
+    """One token a row, and its log-prob: i32[B], f32[B].
 
     `truncates` False promises that no row has top-k, top-p or min-p, and saves two thirds of the time (on CPU even a
     branch that isn't taken costs a copy of the logits).
@@ -177,41 +239,39 @@ def sample(
     `raw` log-probs are of softmax(logits); `tempered` of softmax(logits / temperature), which for argmax (temperature
     0) puts everything on one token: 0. Truncation never changes the log-prob reported.
     """
-    blocks = _blocks(logits)
-    block_max = jnp.max(blocks, axis=-1)
-    largest = jnp.max(block_max, axis=-1)
-    raw_masses = jnp.sum(jnp.exp(blocks - largest[:, None, None]), axis=-1)
     greedy = rows.temperature == 0.0
     plain = (rows.temperature == 1.0) | greedy
     scale = jnp.where(plain, 1.0, 1.0 / jnp.where(greedy, 1.0, rows.temperature))
-
-    def scaled_masses() -> Array:
-        scaled = (blocks - largest[:, None, None]) * scale[:, None, None]
-        return jnp.where(plain[:, None], raw_masses, jnp.sum(jnp.exp(scaled), axis=-1))
-
-    masses = jax.lax.cond(jnp.all(plain), lambda: raw_masses, scaled_masses)
+    found, own = logits.masses(scale, plain)
+    largest = jnp.max(found.largest, axis=-1)
+    above = found.largest - largest[:, None]
+    raw_total = jnp.sum(found.mass * jnp.exp(above), axis=-1)
+    masses = own * jnp.exp(above * scale[:, None])
     total = jnp.sum(masses, axis=-1)
     u = uniforms(rows)
 
     block = invert(masses, u[:, 0])
-    chosen = (_pick_row(blocks, block) - largest[:, None]) * scale[:, None]
-    token = block * blocks.shape[2] + invert(jnp.exp(chosen), u[:, 1])
-
-    truncated = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
-
-    def truncate(token: Array) -> Array:
-        scaled = (logits - largest[:, None]) * scale[:, None]
-        drawn = _draw_truncated(scaled, total, truncated, rows, u)
-        return jnp.where(truncated, drawn, token)
+    best_block = jnp.argmax(found.largest, axis=-1).astype(jnp.int32)  # the first of equals, at both levels
+    block = jnp.where(greedy, best_block, block)
+    chosen = logits.block(block)
+    S = chosen.shape[1]
+    place = invert(jnp.exp((chosen - largest[:, None]) * scale[:, None]), u[:, 1])
+    place = jnp.where(greedy, jnp.argmax(chosen, axis=-1).astype(jnp.int32), place)
+    token = block * S + place
+    above = _pick_row(chosen, place) - largest
 
     if truncates:
-        token = jax.lax.cond(jnp.any(truncated), truncate, lambda token: token, token)
+        values = logits.values()
+        truncated = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
 
-    best_block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)  # the first of equals, at both levels
-    best = best_block * blocks.shape[2] + jnp.argmax(_pick_row(blocks, best_block), axis=-1).astype(jnp.int32)
-    token = jnp.where(greedy, best, token)
+        def truncate() -> tuple[Array, Array]:
+            scaled = (values - largest[:, None]) * scale[:, None]
+            drawn = _draw_truncated(scaled, total, truncated, rows, u)
+            of_drawn = jnp.take_along_axis(values, drawn[:, None], axis=-1)[:, 0] - largest
+            return jnp.where(truncated, drawn, token), jnp.where(truncated, of_drawn, above)
 
-    above = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - largest
+        token, above = jax.lax.cond(jnp.any(truncated), truncate, lambda: (token, above))
+
     if logprobs_of == "raw":
-        return token, above - jnp.log(jnp.sum(raw_masses, axis=-1))
+        return token, above - jnp.log(raw_total)
     return token, jnp.where(greedy, 0.0, above * scale - jnp.log(total))

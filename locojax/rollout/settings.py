@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from locojax.errors import ConfigError
 from locojax.models.attention import Kernel, kernel_of
-from locojax.models.kernels import check_ragged
+from locojax.models.kernels import ragged_fits
 from locojax.models.spec import ModelSpec
 from locojax.rollout.layout_rows import RowsLayout
 from locojax.rollout.layouts import Contiguous, Layout, Paged
@@ -22,6 +22,9 @@ from locojax.types import LogprobsOf
 EXACT_ROWS = 64
 """From so many rows up, XLA's fp32 GEMMs on CPU sum in one order whatever their number of rows, so that a sampled
 token's log-prob was within 2e-6 nats of the trainer's. With fewer they differed by 6e-6 on average, 5e-5 at most."""
+
+PLAIN_ROWS = 64
+"""With fewer rows and fixed shapes, the program that can truncate serves all: its cost is a copy of the logits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class EngineSettings:
       logprobs_of: which distribution returned log-probs are of; see `types.LogprobsOf`.
       dtype: of weights' products and of the stored keys and values. Logits are fp32 always.
       seed: what requests without a seed of their own derive theirs from.
-      attention: the form that decoding over pages takes. auto: `tpu` on TPU.
+      attention: the form that decoding over pages takes. auto: `tpu` on TPU, if the model's heads allow it.
     """
 
     max_slots: int = 128
@@ -115,7 +118,14 @@ def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemo
 
 
 def _paged_kernel(spec: ModelSpec, settings: EngineSettings) -> Kernel:
-    kernel = kernel_of(jax.default_backend()) if settings.attention == "auto" else settings.attention
-    if kernel == "tpu":
-        check_ragged(spec.num_kv_heads, spec.head_dim, settings.dtype)
-    return kernel
+    fits = ragged_fits(spec.num_kv_heads, spec.head_dim, settings.dtype)
+    if settings.attention == "tpu" and not fits:
+        raise ConfigError(
+            "The kernel for paged attention can't be compiled for this model",
+            got=f"{spec.num_kv_heads} kv heads of {spec.head_dim} in {jnp.dtype(settings.dtype).name}",
+            expected="heads of a multiple of 128, and kv heads that fill tiles of 8 words",
+            remedy='Set attention="plain"',
+        )
+    if settings.attention == "auto":
+        return kernel_of(jax.default_backend()) if fits else "plain"
+    return settings.attention

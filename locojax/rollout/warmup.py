@@ -16,13 +16,10 @@ from locojax.rollout.layouts import Layout
 from locojax.rollout.pages import Shape
 from locojax.rollout.prefilling import Loaded, Prefiller
 from locojax.rollout.programs import Compiler, DecodeRows
-from locojax.rollout.settings import EngineSettings
+from locojax.rollout.settings import PLAIN_ROWS, EngineSettings
 
 PINNED_STOPS = 16
 """Room for stop ids where shapes are fixed beforehand."""
-
-PLAIN_ROWS = 64
-"""With fewer rows and fixed shapes, the program that can truncate serves all: its cost is a copy of the logits."""
 
 
 class ShapesOnly(Compiler):
