@@ -57,9 +57,8 @@ def test_chunks_find_what_the_whole_says(model, index):
     chunked, plain = both(model, index)
     np.testing.assert_allclose(chunked.values(), plain.values(), rtol=1e-5, atol=1e-5)
     scale = jnp.linspace(0.5, 2.0, B)
-    for ours, expected in zip(
-        jax.tree.leaves(chunked.masses(scale, scale == 1)), jax.tree.leaves(plain.masses(scale, scale == 1)), strict=True
-    ):
+    found = [jax.tree.leaves(each.masses(scale, scale == 1)) for each in (chunked, plain)]
+    for ours, expected in zip(*found, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
     blocks = jnp.arange(B, dtype=jnp.int32) % (V // head.block_size(V))
     np.testing.assert_allclose(chunked.block(blocks), plain.block(blocks), rtol=1e-5, atol=1e-5)

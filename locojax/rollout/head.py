@@ -26,7 +26,8 @@ from locojax.rollout.settings import PLAIN_ROWS
 def logits(weights: decoder.Params, hidden: Array, adapters: Adapters | None) -> Logits:
     """What final hidden states [B, D] predict. weights: as `decoder.unstack` makes them."""
     head = decoder.unembedding(weights)
-    chunk = chunk_size(*head.shape, hidden.shape[0])
+    (V, D), B = head.shape, hidden.shape[0]
+    chunk = chunk_size(V, D, B)
     if chunk is None or not (adapters is None or adapters.present is not None):
         return WholeLogits(decoder.logits(weights, hidden[:, None], adapters)[:, 0])
     return ChunkedLogits(head.astype(hidden.dtype), hidden, adapters, chunk)
