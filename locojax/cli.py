@@ -115,6 +115,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         module = importlib.import_module("locojax.cli_profile")
         module.add_options(profile)
         profile.set_defaults(command=functools.partial(module.run, start=_prepare), config_of=module.config_of)
+    summary = "does it fit in memory? compiled for a TPU slice by its own compiler, without a TPU and without weights"
+    fit = commands.add_parser("fit", help=summary, usage="locojax fit MODEL --topology SLICE --context N [options]",
+                              formatter_class=argparse.RawDescriptionHelpFormatter,
+                              description=summary[0].upper() + summary[1:] + ".")  # fmt: skip
+    if "fit" in arguments:
+        importlib.import_module("locojax.cli_fit").add_options(fit)
     summary = "what is kept from run to run, where, and how much of it; or remove it"
     cache = commands.add_parser("cache", help=summary, usage="locojax cache ls|clear [NAME ...] [key=value ...]",
                                 description=summary[0].upper() + summary[1:] + ".")  # fmt: skip

@@ -31,6 +31,7 @@ ROOMS = {
     "cli_launch": {"hosts"},
     "cli_compare": {"measure"},
     "cli_profile": {"models", "hosts", "measure"},
+    "cli_fit": {"models", "training", "measure"},
     "cli_doctor": {"hosts"},
     "cli_cache": {"models"},
     "__main__": {"cli"},
@@ -67,6 +68,8 @@ WITHOUT_JAX = (
     "measure.compare_report",
     "measure.division",
     "measure.coin",
+    "measure.fit_apart",
+    "measure.fit_chips",
     "cli_compare",
 )
 ARRAYS = {"jax", "jaxlib", "flax", "optax", "orbax"}

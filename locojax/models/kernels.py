@@ -16,8 +16,6 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
-from locojax.errors import ConfigError
-
 BLOCKS = (1024, 512, 256, 128)
 """Queries, and keys, of a splash block: the largest that divides the row. All are multiples of TPU's 128 lanes."""
 
@@ -102,25 +100,10 @@ def _splash_kernel(num_tokens: int, num_heads: int, name: str, window: int | Non
     return kernel, lib.SegmentIds
 
 
-def check_ragged(num_kv_heads: int, head_dim: int, dtype: Any) -> None:
-    """Raises ConfigError unless `ragged_paged` can be compiled for a cache of these sizes."""
-    packed = 4 // jnp.dtype(dtype).itemsize
-    rows, left = divmod(2 * num_kv_heads, packed)
-    if left or not (rows in (1, 2, 4) or rows % 8 == 0):
-        raise ConfigError(
-            "The ragged paged attention kernel can't tile these kv heads",
-            got=f"{num_kv_heads} in {jnp.dtype(dtype).name}",
-            expected=f"{', '.join(str(n * packed // 2) for n in (1, 2, 4) if n * packed > 1)} or a multiple of "
-            f"{4 * packed}",
-            remedy='Set attention="plain"',
-        )
-    if head_dim % LANES:
-        raise ConfigError(
-            "The ragged paged attention kernel can't tile this head dimension",
-            got=head_dim,
-            expected=f"a multiple of {LANES}",
-            remedy='Set attention="plain"',
-        )
+def ragged_fits(num_kv_heads: int, head_dim: int, dtype: Any) -> bool:
+    """Whether `ragged_paged` can be compiled for such a cache: TPU's memory comes in tiles of 8 x 128 words."""
+    rows, left = divmod(2 * num_kv_heads, 4 // jnp.dtype(dtype).itemsize)
+    return left == 0 and (rows in (1, 2, 4) or rows % 8 == 0) and head_dim % LANES == 0
 
 
 def ragged_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Array:

@@ -78,11 +78,12 @@ def kept_bytes(name: str, spec: ModelSpec, itemsize: int) -> float:
     D, F, Q, KV = spec.hidden_size, spec.intermediate_size, spec.q_size, spec.kv_size
     linear = Q + 2 * KV + D + 2 * F + D
     attended = Q * itemsize + 4 * spec.num_heads
-    return {
+    kept: dict[str, float] = {
         "none": float("nan"),
         "linear": (D + linear) * itemsize + attended,
-        "dots": float((D + linear) * itemsize),
+        "dots": (D + linear) * itemsize,
         "attention": D * itemsize + attended,
-        "full": float(D * itemsize),
-        "offload": 0.0,
-    }[name]
+        "full": D * itemsize,
+        "offload": 0,
+    }
+    return float(kept[name])

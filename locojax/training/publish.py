@@ -11,6 +11,7 @@ runs. Every host must make it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -100,20 +101,23 @@ class Publisher:
         return tree | ({decoder.UNEMBED: _transposed(one(params["head"]))} if "head" in params else {})
 
 
-def traced(
+def tracers(
     trainable: Tree, base: Tree, spec: ModelSpec, dtype: str, mesh: Mesh | None, *, merge: bool = False
-) -> dict[str, Any]:
-    """The programs that a publish runs, by name, for compiling them from shapes: `jax.stages.Traced` each.
+) -> dict[str, Callable[[], Any]]:
+    """The programs that a publish runs, by name, for compiling them from shapes: each gives a `jax.stages.Traced`.
 
     Args:
       trainable, base: as `sharded.abstract_state` has them; base None in full fine-tuning.
     """
     if base is None:
-        return {"publish": _unstacked.trace(trainable, spec, dtype, mesh)}
+        return {"publish": partial(_unstacked.trace, trainable, spec, dtype, mesh)}
     if merge:
         scale = jax.ShapeDtypeStruct((), jnp.float32)
-        return {"publish": _merged.trace(base, trainable, scale, spec, dtype, mesh)}
-    return {"publish": _copied.trace(trainable, mesh), "publish_base": _unstacked.trace(base, spec, dtype, mesh)}
+        return {"publish": partial(_merged.trace, base, trainable, scale, spec, dtype, mesh)}
+    return {
+        "publish": partial(_copied.trace, trainable, mesh),
+        "publish_base": partial(_unstacked.trace, base, spec, dtype, mesh),
+    }
 
 
 def _everywhere(tree: Tree, mesh: Mesh | None) -> Tree:
