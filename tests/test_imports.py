@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "locojax"
 # A room -> the rooms it may import besides itself. BASE is open to all.
 BASE = frozenset({"types", "settings", "config", "errors"})
 # Parts of the command line, imported by it alone.
-COMMANDS = {"cli_launch", "cli_serve", "cli_compare", "cli_profile", "cli_doctor", "cli_cache"}
+COMMANDS = {"cli_launch", "cli_serve", "cli_compare", "cli_profile", "cli_doctor", "cli_cache", "cli_fit"}
 ROOMS = {
     "models": set(),
     "rollout": {"models"},
