@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,6 +39,7 @@ def run(
 
     Raises:
       LocoError: what `steps` raised, or the child died before it began anything.
+      RuntimeError: `steps` raised anything else; holds the traceback.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -107,5 +109,7 @@ def _serve(
             pipe.send(("yield", result))
     except LocoError as error:
         pipe.send(("raise", error))
+    except Exception:  # a mistake of this program's own, which must reach a screen
+        pipe.send(("raise", RuntimeError(traceback.format_exc())))
     else:
         pipe.send(("done", None))

@@ -167,8 +167,8 @@ class Trainer:
                 {**optimizer, **masters},
                 trips,
             ),
-            Program("update", sharded.update.trace(state.trainable, state.optimizer, state.accumulators, hyper,
-                                                  spec=spec, over=over), rest),
+            Program("update", partial(sharded.update.trace, state.trainable, state.optimizer, state.accumulators, hyper,
+                                      spec=spec, over=over), rest),
             Program(
                 "score",
                 partial(sharded.score.trace, state.working, without_transposes, batch, options, **static),
