@@ -174,6 +174,8 @@ class Crashes:
             hosts = resumed_on or num_hosts if is_last else num_hosts
             code = self.start(name, point, hosts, crash_host=crash_host)
             assert code == (0 if is_last else -signal.SIGKILL if hosts == 1 else 1), (code, self.errors(name))
+            killed = f"Host {crash_host} of {hosts} was ended by SIGKILL"
+            assert is_last or hosts == 1 or self.errors(name).count(killed) == number + 1, self.errors(name)
             if before is not None:
                 sampled, num_graded, first, asked, num_grades = before
                 again, grades = self.asked(name) - asked, self.num_grades(name) - num_grades
