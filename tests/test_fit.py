@@ -47,16 +47,20 @@ PLANS = {
     "large vocabulary": variant(row_tokens=2048, model=dataclasses.replace(TINY, vocab_size=8192)),
     "none": variant(row_tokens=1024, remat="none"),
     "full": variant(row_tokens=1024, remat="full"),
-    "trained": (dataclasses.replace(ON_CPU, lora=None), ("forward_backward", "update")),
 }
+TRAINED = {"trained": (dataclasses.replace(ON_CPU, lora=None), ("forward_backward", "update"))}
+
+
+def compile_apart(plans):
+    """(a key of plans, program) -> what the CPU's compiler says; in a process without the tests' type checks."""
+    done = []
+    assert fit_apart.run(fit_steps.compile_plans, (plans, CPU), done.append, lambda text: None) is None
+    return {(name, program.name): program for name, program in done}
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """(a key of PLANS, program) -> what the CPU's compiler says; in a process without the tests' type checks."""
-    done = []
-    assert fit_apart.run(fit_steps.compile_plans, (PLANS, CPU), done.append, lambda text: None) is None
-    return {(name, program.name): program for name, program in done}
+    return compile_apart(PLANS)
 
 
 def test_a_slice_is_known_by_name():
@@ -197,6 +201,7 @@ def test_a_crash_of_the_compiler_is_a_result():
         fit_apart.run(fit_steps.refuse, (), taken.append, said.append)
 
 
+@pytest.mark.extended
 def test_temporaries_follow_the_token_budget_and_not_the_vocabulary(compiled):
     small, large, many = (compiled[name, "forward_backward"].temporaries for name in list(PLANS)[:3])
     assert 1.7 < large / small < 2.3
@@ -206,15 +211,19 @@ def test_temporaries_follow_the_token_budget_and_not_the_vocabulary(compiled):
     assert many - large < 8 * tile + 2 * embedding < 2048 * 8192 * 4
 
 
-def test_more_is_kept_under_dearer_policies(compiled):
+def test_more_is_kept_under_dearer_policies():
     kept = [kept_bytes(name, TINY, 2) for name in list(POLICIES)[1:]]
     assert kept == sorted(kept, reverse=True) and kept_bytes("none", TINY, 2) != kept_bytes("none", TINY, 2)
-    temporaries = [compiled[name, "forward_backward"].temporaries for name in ("none", "1024", "full")]
-    assert temporaries == sorted(temporaries, reverse=True)
 
 
-def test_the_optimizer_is_counted_beside_the_step_and_the_verdict_follows(compiled):
-    plan, names = PLANS["trained"]
+@pytest.mark.extended
+def test_what_is_made_again_takes_no_memory(compiled):
+    assert compiled["full", "forward_backward"].temporaries < 0.8 * compiled["none", "forward_backward"].temporaries
+
+
+def test_the_optimizer_is_counted_beside_the_step_and_the_verdict_follows():
+    plan, names = TRAINED["trained"]
+    compiled = compile_apart(TRAINED)
     done = [compiled["trained", name] for name in names]
     masters = sum(leaf.size * 4 for leaf in jax.tree.leaves(Trainer.of(plan, jax.devices()[:1]).state.trainable))
     assert done[0].beside["optimizer"] == 2 * masters + 4

@@ -259,7 +259,8 @@ class Engine:
         }
         static: dict[str, dict[str, Any]] = {"decode": {"truncates": False, "num_top": 0}}
         return [
-            Program(name, self._trace(name, given, static.get(name, {})), {}) for name, given in arguments.items()
+            Program(name, partial(self._trace, name, given, static.get(name, {})), {})
+            for name, given in arguments.items()
         ]
 
     def _trace(self, name: str, given: tuple[Any, ...], static: dict[str, Any]) -> Any:
