@@ -68,6 +68,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     if unknown := [text for text in late if text.startswith("-")]:
         raise ConfigError(f"Unknown option {unknown[0]!r}", remedy="See `locojax COMMAND --help`")
     options.words += late
+    if getattr(options, "controller", None):
+        options.words.append(f"hosts.controller={options.controller}")
     options.launched = launched
     return options
 
@@ -152,6 +154,8 @@ def _command(commands: argparse._SubParsersAction[_Parser], name: str, file: str
     )
     about = "settings, over the file's; all are listed below" if file else "settings; all are listed below"
     parser.add_argument("words", metavar="key=value", nargs="*", help=about)
+    parser.add_argument("--controller", metavar="local|single",
+                        help="who drives rollout: each host its own, or one head all of them (hosts.controller)")
     parser.add_argument("--debug", action="store_true", help="show where an error was raised")
     return parser
 

@@ -56,6 +56,14 @@ def test_train_without_a_file(loop):
     assert loop.calls == [(load(None, ["run.seed=9"]), False)]
 
 
+def test_the_controller_is_a_flag_of_its_own(loop, capsys):
+    assert cli.main(["train", "--dry-run", "--controller", "single"]) == 0
+    options = cli._parse(["train", "run.seed=9", "--controller", "single"])
+    assert options.config_of(options).hosts.controller == "single"
+    assert cli.main(["train", "--controller", "both"]) == 2
+    assert "hosts.controller" in capsys.readouterr().err
+
+
 def test_dry_run_shows_and_runs_nothing(loop, capsys):
     assert cli.main(["train", "--dry-run", "run.seed=9"]) == 0
     shown = capsys.readouterr().out
