@@ -13,6 +13,7 @@ from locojax.errors import CapacityError, ConfigError, RequestError
 from locojax.models import decoder
 from locojax.models.logprobs import target_logprobs_plain
 from locojax.models.lora import Adapters, LoraSpec
+from locojax.models.remat import POLICIES
 from locojax.models.spec import ModelSpec, RopeSpec
 from locojax.training.aggregation import aggregation_weights
 from locojax.training.trainer import Trainer, TrainerSettings
@@ -445,5 +446,5 @@ def test_malformed_data_are_refused_by_datum_and_field(params):
 def test_settings_are_checked():
     with pytest.raises(ConfigError, match="row_tokens must be at least 1"):
         TrainerSettings(row_tokens=0)
-    with pytest.raises(ConfigError, match="Unknown remat policy 'most'.*one of none, linear, dots, full"):
+    with pytest.raises(ConfigError, match=f"Unknown remat policy 'most'.*one of {', '.join(POLICIES)}"):
         TrainerSettings(row_tokens=8, remat="most")
