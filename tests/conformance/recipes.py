@@ -7,7 +7,7 @@ PYTHON has tinker-cookbook and torch; MODEL is what `locojax serve` takes. `data
 `from_pretrained("a/b")` both take a local folder of that relative name, so recipes run where such folders stand. Prints
 one JSON line a recipe: its command, exit status, seconds, and how its reward (or loss) went. A recipe fails if it
 exits with another status than 0, or if it was run to its own number of steps and what it optimizes didn't improve.
-With `--keep`, a recipe that didn't fail has its line in that file replaced; docs/recipes.md shows those lines.
+With `--keep`, a recipe that didn't fail has its line in that file replaced, and the table in docs/recipes.md remade.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Recipe:
         return last > first if self.rises else last < first
 
 
+TABLE_HEAD = "| recipe | steps | what it optimizes | first quarter | last quarter | seconds |"
 PARITY = "optim/kl_sample_train_v2"
 """Half the mean squared gap between the log-probs of the sampler and of the trainer, where a recipe measures it."""
 
@@ -85,12 +86,12 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "sl_loop": Recipe("sl_loop", (*_LOOP, "batch_size=8", "save_every=4"), 10, "train_mean_nll", rises=False),
     "rl_loop": Recipe(
-        "rl_loop", (*_LOOP, "batch_size=4", "group_size=12", "max_tokens=40", "save_every=4"), 12, "reward/total"
+        "rl_loop", (*_LOOP, "batch_size=8", "group_size=8", "max_tokens=40", "save_every=4"), 12, "reward/total"
     ),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
         (*_MODEL, "batch_size=2", "group_size=8", "max_tokens=12", "learning_rate=5e-4", "eval_every=0"),
-        8, _REWARD,
+        6, _REWARD,
     ),
     "dpo": Recipe(
         "preference.dpo.train", (*_MODEL, "dataset=hhh", "batch_size=8", "learning_rate=2e-4"),
@@ -213,10 +214,17 @@ def last_sampler(log_path: pathlib.Path) -> str:
 
 
 def keep(result: Mapping[str, object], path: pathlib.Path) -> None:
-    """Puts a run's line into a file of such lines, in the place of the same recipe's; the file is in RECIPES' order."""
+    """Puts a run's line into a file of such lines, in the place of the same recipe's, and the table into its page.
+
+    The lines are in RECIPES' order. The page has the same name but for .md, and a table to be replaced.
+    """
     lines = {line["recipe"]: line for line in kept(path)} if path.exists() else {}
     lines[str(result["recipe"])] = dict(result)
     path.write_text("".join(json.dumps(lines[name]) + "\n" for name in RECIPES if name in lines))
+    page = path.with_suffix(".md")
+    if page.exists():
+        before, _, rest = page.read_text().partition(TABLE_HEAD)
+        page.write_text(before + table(kept(path)) + "\n" + rest.partition("\n\n")[2])
 
 
 def kept(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -225,7 +233,7 @@ def kept(path: pathlib.Path) -> list[dict[str, Any]]:
 
 def table(lines: Iterable[Mapping[str, Any]]) -> str:
     """Kept lines as a table in Markdown."""
-    rows = ["| recipe | steps | what it optimizes | first quarter | last quarter | seconds |", "|---" * 6 + "|"]
+    rows = [TABLE_HEAD, "|---" * 6 + "|"]
     rows += [
         f"| `{line['recipe']}` | {len(line['curve'])} | {line['metric'].removeprefix('env/all/')} "
         f"| {line['first']:.3f} | {line['last']:.3f} | {line['seconds']:.0f} |"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shlex
 
 import pytest
 import tiny
 from conformance import recipes
+from conformance.server import ROOT
 
 pytestmark = pytest.mark.extended
 
@@ -34,6 +36,36 @@ def test_first_and_last_are_quarters() -> None:
     assert recipes.ends([0.5]) == (0.5, 0.5)
     assert recipes.ends([0.0, 0.2, 0.9, 0.1, 0.5, 0.5, 0.6, 0.8]) == (0.1, 0.7)
     assert recipes.RECIPES["math_rl"].improved(0.1, 0.7) and not recipes.RECIPES["dpo"].improved(0.1, 0.7)
+
+
+def test_the_page_shows_the_kept_runs_of_these_very_commands() -> None:
+    lines = recipes.kept(ROOT / "docs" / "recipes.jsonl")
+    assert recipes.table(lines) in (ROOT / "docs" / "recipes.md").read_text()
+    names = {"model": "local/smollm2-135m", "alias": recipes.ALIASES["qwen3_instruct"], "renderer": "qwen3_instruct"}
+    for line in lines:
+        recipe = recipes.RECIPES[line["recipe"]]
+        assert len(line["curve"]) == recipe.num_steps
+        for argument in recipe.arguments:
+            if "{checkpoint}" not in argument:
+                assert argument.format(**names) in shlex.split(line["command"]), line["command"]
+
+
+def test_a_new_run_takes_the_place_of_the_old_one(tmp_path: pathlib.Path) -> None:
+    path, page = tmp_path / "kept.jsonl", tmp_path / "kept.md"
+    page.write_text(f"# Runs\n\n{recipes.TABLE_HEAD}\n|old|\n\nAnd so on.\n")
+    run = {"metric": "env/all/reward/total", "curve": [0.0, 0.5], "first": 0.0, "last": 0.5, "seconds": 9.7}
+    for name, last in (("dpo", 0.5), ("math_rl", 0.25), ("dpo", 0.75)):
+        recipes.keep({"recipe": name, **run, "last": last}, path)
+    assert page.read_text().splitlines() == [
+        "# Runs",
+        "",
+        recipes.TABLE_HEAD,
+        "|---|---|---|---|---|---|",
+        "| `math_rl` | 2 | reward/total | 0.000 | 0.250 | 10 |",
+        "| `dpo` | 2 | reward/total | 0.000 | 0.750 | 10 |",
+        "",
+        "And so on.",
+    ]
 
 
 if COOKBOOK:
