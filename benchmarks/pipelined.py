@@ -48,7 +48,7 @@ class Workload:
         ]  # fmt: skip
 
     def run(self, name: str, grade_ms: float, *, pipelined: bool) -> tuple[float, float, list[np.ndarray]]:
-        """(median seconds a step, share of training that was hidden, final weights)."""
+        """(median seconds a step, share of training and packing done before the last group was there, final weights)."""
         reward = self.folder / f"reward_{grade_ms:g}.py"
         reward.write_text(
             "import time\ndef score(prompt, completion, answer, meta):\n"
@@ -58,7 +58,7 @@ class Workload:
         config = load(None, [*self._arguments, *settings])
         colocated.run(config, resume=False, timer=Timeline())
         steps = read_metrics(self.folder / name / "metrics.jsonl")[WARM_UP:]
-        train = sum(line.account.seconds.get("train", 0.0) for line in steps)
+        train = sum(line.account.seconds.get(phase, 0.0) for line in steps for phase in ("pack", "train"))
         hidden = sum(line.extra.get("overlapped_seconds", 0.0) for line in steps) / train
         checkpoints = Checkpoints(self.folder / name / colocated.CHECKPOINTS, config, read_only=True)
         state = checkpoints.restore_as_saved()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -55,6 +56,8 @@ RECORDS = [
     Sampled(3, 2, "p/2", "f", 0.25, group()),
     Graded(3, 2, 1, 77, Reward(0.1 + 0.2)),
     Graded(3, 2, 0, 77, Reward(None, error="grader died: ü")),
+    Graded(3, 2, 0, 77, Reward(1)),
+    Graded(3, 2, 0, 77, Reward(-math.inf)),
     Trained(3, 3, 4, (0, 2), ("p/0", "p/2"), None),
     Published(4),
     Evaluated(-1, None),
