@@ -87,6 +87,12 @@ class OverMesh(Placement):
         rows = self._rows(batch)
         return sharded.score(working, fixed, rows, options, spec=spec, loss_name=loss_name, over=self._over)
 
+    def likeliest(
+        self, working: Tree, fixed: Fixed, batch: MicroBatch, *, spec: ProgramSpec, num_top: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        found = sharded.likeliest(working, fixed, self._rows(batch), spec=spec, num_top=num_top, over=self._over)
+        return _local_rows(found[0]), _local_rows(found[1])
+
     def update(
         self, trainable: Tree, optimizer: optax.ScaleByAdamState, accumulators: Tree, hyper: Hyper
     ) -> Updated:

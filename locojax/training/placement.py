@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -84,6 +85,12 @@ class Placement(abc.ABC):
         """See `programs.score`."""
 
     @abc.abstractmethod
+    def likeliest(
+        self, working: Tree, fixed: Fixed, batch: MicroBatch, *, spec: ProgramSpec, num_top: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """See `programs.likeliest`: this process's positions, in numpy."""
+
+    @abc.abstractmethod
     def update(
         self, trainable: Tree, optimizer: optax.ScaleByAdamState, accumulators: Tree, hyper: Hyper
     ) -> Updated:
@@ -145,6 +152,11 @@ class OneDevice(Placement):
         self, working: Tree, fixed: Fixed, batch: MicroBatch, options: Options, *, spec: ProgramSpec, loss_name: str
     ) -> Outputs:
         return programs.score(working, fixed, batch, options, spec=spec, loss_name=loss_name)
+
+    def likeliest(
+        self, working: Tree, fixed: Fixed, batch: MicroBatch, *, spec: ProgramSpec, num_top: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return jax.device_get(programs.likeliest(working, fixed, batch, spec=spec, num_top=num_top))
 
     def update(
         self, trainable: Tree, optimizer: optax.ScaleByAdamState, accumulators: Tree, hyper: Hyper

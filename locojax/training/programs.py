@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 
 from locojax.models import decoder
 from locojax.models.attention import Kernel
+from locojax.models.likeliest import likeliest as likeliest_of
 from locojax.models.logprobs import target_logprobs
 from locojax.models.lora import Adapters, LoraSpec, low_rank
 from locojax.models.spec import ModelSpec
@@ -111,15 +112,22 @@ def transposed(params: Tree, dtype: str) -> dict[str, Array]:
     return {name: leaf.astype(dtype) for name, leaf in decoder.transposes(params).items()}
 
 
-def _logprobs(
+class BeforeHead(NamedTuple):
+    """Final hidden states [N, D], the head [D, V] ([V, D] if tied), and what an adapter adds to it: see `logprobs`."""
+
+    hidden: Array
+    head: Array
+    low_rank: tuple[Array, Array] | None
+
+
+def _before_head(
     spec: ProgramSpec,
     trainable: Tree,
     fixed: Fixed,
     batch: MicroBatch,
     temperature: Array | float,
     whole: Whole | None,
-) -> tuple[Array, Array]:
-    """Log-probs [N, K] and entropies [N] at the scored positions."""
+) -> BeforeHead:
     if whole is not None:
         trainable, fixed = whole.first(trainable, fixed)
     params, adapters = split(trainable, fixed, spec.lora)
@@ -142,13 +150,26 @@ def _logprobs(
     low_rank_part = None
     if adapters is not None and head is not None:
         low_rank_part = (low_rank(flat, head["a"], adapters.scale, None), head["b"])
+    return BeforeHead(flat, params["embed"] if spec.model.tied_embeddings else params["head"], low_rank_part)
+
+
+def _logprobs(
+    spec: ProgramSpec,
+    trainable: Tree,
+    fixed: Fixed,
+    batch: MicroBatch,
+    temperature: Array | float,
+    whole: Whole | None,
+) -> tuple[Array, Array]:
+    """Log-probs [N, K] and entropies [N] at the scored positions."""
+    found = _before_head(spec, trainable, fixed, batch, temperature, whole)
     return target_logprobs(
-        flat,
-        params["embed"] if spec.model.tied_embeddings else params["head"],
-        batch.targets.reshape(flat.shape[0], -1),
+        found.hidden,
+        found.head,
+        batch.targets.reshape(found.hidden.shape[0], -1),
         batch.scored.reshape(-1),
         tile=spec.tile_tokens,
-        low_rank=low_rank_part,
+        low_rank=found.low_rank,
         with_entropy=spec.with_entropy,
         train_head=spec.lora is None,
         vocab_first=spec.model.tied_embeddings,
@@ -223,6 +244,25 @@ def score(
 ) -> Outputs:
     """As `accumulate`, without a gradient."""
     return loss_and_outputs(spec, loss_name, trainable, fixed, batch, options)[1]
+
+
+def likeliest_tokens(
+    spec: ProgramSpec, num_top: int, trainable: Tree, fixed: Fixed, batch: MicroBatch, whole: Whole | None = None
+) -> tuple[Array, Array]:
+    """Ids i32[N, k] and log-probs f32[N, k] of the likeliest next tokens, at every position."""
+    found = _before_head(spec, trainable, fixed, batch, 1.0, whole)
+    return likeliest_of(
+        found.hidden, found.head, num_top=num_top, tile=spec.tile_tokens, low_rank=found.low_rank,
+        vocab_first=spec.model.tied_embeddings,
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("spec", "num_top"))
+def likeliest(
+    trainable: Tree, fixed: Fixed, batch: MicroBatch, *, spec: ProgramSpec, num_top: int
+) -> tuple[Array, Array]:
+    """See `likeliest_tokens`."""
+    return likeliest_tokens(spec, num_top, trainable, fixed, batch)
 
 
 class Hyper(NamedTuple):

@@ -253,6 +253,22 @@ def score(
     return _constrained_outputs(outputs, over)
 
 
+@partial(jax.jit, static_argnames=("spec", "num_top", "over"))
+def likeliest(
+    working: Tree, fixed: Fixed, batch: MicroBatch, *, spec: ProgramSpec, num_top: int, over: Over
+) -> tuple[Array, Array]:
+    """As `programs.likeliest`; batch is global, and positions stay on the devices that have their rows."""
+    own = partitions(spec, over)
+    whole = None if over.gather == "step" else _layerwise(spec, own)
+
+    def part(working: Tree, fixed: Fixed, batch: MicroBatch) -> tuple[Array, Array]:
+        return programs.likeliest_tokens(spec, num_top, working, fixed, batch, whole)
+
+    in_specs = (_manual(own.working), _manual(_fixed_partitions(fixed, own)), PartitionSpec(FSDP))
+    found = _mapped(part, over, in_specs, PartitionSpec(FSDP))(working, fixed, batch)
+    return _constrained(found, (PartitionSpec(FSDP),) * 2, over)
+
+
 @partial(jax.jit, static_argnames=("spec", "over"))
 def gradient(accumulators: Tree, *, spec: ProgramSpec, over: Over) -> Tree:
     """The accumulated gradient over all rows, each device holding what it updates."""

@@ -3,6 +3,7 @@
     forward_backward(data, loss)  adds a gradient; any number of times, in any cut
     optim_step(adam)              applies and clears what was added; the policy version goes up by one
     forward(data, loss)           the same figures without a gradient
+    likeliest(data, num_top)      the likeliest next tokens at every position
     state() / restore(state)      what a checkpoint holds
 
 Full fine-tuning trains fp32 master weights, cast to the compute dtype inside the program. LoRA trains fp32 adapters
@@ -25,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from locojax.errors import CheckpointError, ConfigError, LocoError
+from locojax.errors import CheckpointError, ConfigError, LocoError, RequestError
 from locojax.models import lora as lora_module
 from locojax.models import sharding
 from locojax.models.attention import Kernel, kernel_of
@@ -254,6 +255,40 @@ class Trainer:
             )
         result = self._run(data, "cross_entropy", None, "active", "reference", plan, told)
         return [output["logprobs"] for output in result.outputs]
+
+    def likeliest(self, data: Sequence[Datum], num_top: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The `num_top` likeliest next tokens at every position of each datum, and their log-probs.
+
+        Computed in tiles, in rows as training packs them: [positions, vocabulary] never exists. Over a mesh, a call for
+        all hosts.
+
+        Returns: of each datum, ids i32[N, num_top] and log-probs f32[N, num_top], the likeliest first.
+
+        Raises:
+          RequestError: `num_top` is out of range, or as `forward`.
+          CapacityError: a datum is longer than a row.
+        """
+        if not 1 <= num_top <= self.spec.vocab_size:
+            raise RequestError(
+                "The number of likeliest tokens is out of range", got=num_top, expected=f"1 to {self.spec.vocab_size}"
+            )
+        with self._phase("pack"):
+            loss, _, plan, counts = self._settled(data, "cross_entropy", None, "all", None, None)
+            packed = plan.packed.padded(counts.num_micro_batches)
+            shards = self._placement.num_local_shards
+            batches = micro_batches(packed, plan.checked, "all", counts.widths(loss), shards)
+        with self._phase("train"):
+            if self._working is None:
+                self._working = self._placement.working(self._trainable)
+            fixed = Fixed(self._frozen, {})
+            found = [
+                self._placement.likeliest(self._working, fixed, batch, spec=self.program, num_top=num_top)
+                for batch in batches
+            ]
+        lengths = [len(datum.tokens) for datum in plan.checked]
+        shape = (*packed.tokens.shape, num_top)
+        ids, logprobs = (packed.gather(np.stack(part).reshape(shape), lengths) for part in zip(*found, strict=True))
+        return list(zip(ids, logprobs, strict=True))
 
     def optim_step(self, adam: AdamParams) -> OptimStepResult:
         """One AdamW step on the accumulated gradient, which is cleared whether it could be applied or not.
