@@ -48,7 +48,7 @@ class Workload:
         ]  # fmt: skip
 
     def run(self, name: str, grade_ms: float, *, pipelined: bool) -> tuple[float, float, list[np.ndarray]]:
-        """(median seconds a step, share of training and packing done before the last group was there, final weights)."""
+        """(median seconds a step, share of training done before the last group was there, final weights)."""
         reward = self.folder / f"reward_{grade_ms:g}.py"
         reward.write_text(
             "import time\ndef score(prompt, completion, answer, meta):\n"
