@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import PartitionSpec
 from locojax.errors import ConfigError
 from locojax.measure import fit_apart, fit_chips
 from locojax.measure.fit import devices_of
-from locojax.models import attention, kernels
+from locojax.models import attention, decoder, kernels
 from locojax.models.sharding import FSDP, MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec
 from locojax.rollout.settings import EngineSettings, memory_and_layout
@@ -150,3 +151,27 @@ def test_kernels_compile_for_tpu(monkeypatch):
         device, partial(attention.decode_paged, kernel="tpu"),
         ((64, 16, HEAD), bf16), ((512, 128, 16, HEAD), bf16), ((64, 64), i32), ((64,), i32),
     )  # fmt: skip
+
+
+@pytest.mark.extended
+def test_offloading_a_layers_input_compiles_for_tpu(monkeypatch):
+    """The policy's arrays are in the host's memory between forward and backward pass, not in the device's."""
+    device = tpu(monkeypatch)[0]
+    spec = dataclasses.replace(model(8, HEAD), num_layers=4, hidden_size=256)
+    place = jax.sharding.SingleDeviceSharding(device)
+    on = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))
+    params = on(jax.eval_shape(lambda: decoder.init_params(spec, jax.random.key(0), jnp.bfloat16)))
+    row = on(jax.ShapeDtypeStruct((1, 4096), jnp.int32))
+    memory = {}
+    for remat in ("full", "offload"):
+
+        def total(params, row, remat=remat):
+            hidden, _ = decoder.forward(
+                params, spec, row, row, row, dtype=jnp.bfloat16, remat=remat, kernel="tpu"
+            )
+            return jnp.sum(hidden.astype(jnp.float32))
+
+        memory[remat] = jax.jit(jax.grad(total)).trace(params, row).lower().compile().memory_analysis()
+    kept = spec.num_layers * 4096 * spec.hidden_size * 2
+    assert memory["offload"].host_temp_size_in_bytes >= kept > memory["full"].host_temp_size_in_bytes
+    assert memory["offload"].temp_size_in_bytes < memory["full"].temp_size_in_bytes
