@@ -77,7 +77,7 @@ $(VENV)/.ready-to-run: pyproject.toml | $(VENV)/bin/pip
 
 $(VENV)/.ready-to-test: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing LoCoJAX and what its tests need into $(VENV) (a few minutes the first time) ..."
-	@$(PIP) --editable ".[dev,demo,math,data,kernels,tensorboard,server,postgres]"
+	@$(PIP) --editable ".[dev,demo,math,data,kernels,tensorboard,server,postgres,fit]"
 	@$(PIP) --no-deps $(FILES_ONLY)
 	@touch $@ $(VENV)/.ready-to-run
 
