@@ -268,7 +268,7 @@ def largest_buffers(text: str, number: int = 6) -> tuple[Buffer, ...]:
         for size in filter(None, made[3].split(",")):
             num_bytes *= int(size)
         origin = _ORIGIN.search(line)
-        where = _short(origin[1]) if origin else made[1]
+        where = _short(origin[1]) if origin else made[1].split(".")[0]
         shape = f"{made[2]}[{made[3]}]"
         found.setdefault((shape, where), Buffer(num_bytes, shape, where))
     return tuple(sorted(found.values(), key=lambda buffer: -buffer.num_bytes)[:number])
