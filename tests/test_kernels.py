@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from locojax.errors import ConfigError
 from locojax.measure import fit_apart, fit_chips
 from locojax.measure.fit import devices_of
+from locojax.measure.fit_programs import target
 from locojax.models import attention, decoder, kernels
 from locojax.models.sharding import FSDP, MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec
@@ -129,7 +130,9 @@ def tpu(monkeypatch):
 def compiled_for(device, function, *shapes):
     place = jax.sharding.SingleDeviceSharding(device)
     given = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
-    text = jax.jit(function).trace(*given).lower().compile().as_text()
+    traced = jax.jit(function).trace(*given)
+    with target(device):
+        text = traced.lower().compile().as_text()
     assert "tpu_custom_call" in text
     return text
 

@@ -18,7 +18,7 @@ from locojax.errors import ConfigError, LocoError
 from locojax.measure import fit_apart
 from locojax.measure.fit_chips import CPU, GIB, Chip, Slice
 from locojax.measure.fit_count import Assumptions, Work, count
-from locojax.measure.fit_programs import LOSSES, Engine, Plan, Program, Trainer, heads
+from locojax.measure.fit_programs import LOSSES, Engine, Plan, Program, Trainer, heads, target
 
 Say = Callable[[str], None]
 """Told what is being done, as compiling takes a while."""
@@ -207,7 +207,9 @@ def _compiled(program: Program, plan: Plan, slice: Slice) -> Compiled:
     traced = program.trace()
     work = count(traced, Assumptions(program.trips, plan.tensor))
     try:
-        made = traced.lower().compile()
+        with target(program.device):
+            lowered = traced.lower()
+        made = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         needed, words = needed_bytes(str(error)), str(error).split("\n")[0]
         if needed is None:  # not for want of memory

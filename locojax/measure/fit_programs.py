@@ -5,6 +5,7 @@ They are the functions that training and rollout run themselves, called with `ja
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -88,12 +89,14 @@ class Program:
       trace: gives a `jax.stages.Traced`.
       beside: what else is in a device's memory while it runs, by name: bytes.
       trips: of the loops whose length is known only when they run: the head's tiles, with every position scored.
+      device: the one that it runs on; None: those of a mesh.
     """
 
     name: str
     trace: Callable[[], Any]
     beside: dict[str, int]
     trips: int = 1
+    device: Any = None
 
 
 def mesh_of(plan: Plan, devices: Sequence[Any]) -> Mesh:
@@ -259,7 +262,7 @@ class Engine:
         }
         static: dict[str, dict[str, Any]] = {"decode": {"truncates": False, "num_top": 0}}
         return [
-            Program(name, partial(self._trace, name, given, static.get(name, {})), {})
+            Program(name, partial(self._trace, name, given, static.get(name, {})), {}, device=self.device)
             for name, given in arguments.items()
         ]
 
@@ -305,6 +308,13 @@ def heads(plan: Plan, device: Any) -> list[Program]:
         Program(name, partial(jax.jit(jax.grad(form, wanted)).trace, *given), {}, trips)
         for name, form in zip(LOSSES, (fused, plain), strict=True)
     ]
+
+
+def target(device: Any) -> contextlib.AbstractContextManager[Any]:
+    """While a program of one device is lowered: a kernel asks what it is compiled for, and would find this machine."""
+    if device is None:
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("device",)).abstract_mesh)
 
 
 def _on(device: Any, tree: Any) -> Any:
