@@ -155,16 +155,6 @@ def test_a_step_cut_short_is_finished_from_what_was_graded(runs, monkeypatch):
     assert any(text.startswith("resumed at step 4 of 4 in ") and "training 1 step again" in text for text in runs.said)
 
 
-def test_without_a_checkpoint_it_begins_from_the_model_and_samples_nothing_again(runs, monkeypatch):
-    with monkeypatch.context() as patch:
-        die_at(patch, "Trained", 2, 1)
-        with pytest.raises(Killed):
-            runs.run("none", "run.checkpoint_every=0")
-    runs.run("none", "run.checkpoint_every=0", resume=None)
-    runs.check("none")
-    assert runs.asked == {"step 3": 3} and runs.num_grades("none") == NUM_STEPS * PER_STEP
-
-
 def test_sigterm_ends_with_a_checkpoint_and_the_code_that_launchers_restart_on(runs):
     with pytest.raises(Stopped) as stopped:
         runs.run("term", timer=Signalled(signal.SIGTERM, "decode", 3))
@@ -251,16 +241,13 @@ def test_a_journal_elsewhere_and_none_at_all(runs):
 
 
 def test_a_restartable_run_begins_goes_on_and_is_done(runs):
-    assert runs.run("again", resume=None).num_steps == NUM_STEPS
-    assert runs.run("again", resume=None).num_steps == NUM_STEPS and not runs.asked
+    often = ("run.checkpoint_every=1", "run.keep_last=1")
+    assert runs.run("again", *often, resume=None).num_steps == NUM_STEPS
+    kept = sorted(path.name for path in (runs.folder / "again" / "journal" / "rollouts").iterdir())
+    assert kept == ["step_000003.host0.log"], "as long as a checkpoint before them"
+    assert runs.run("again", *often, resume=None).num_steps == NUM_STEPS and not runs.asked
     with pytest.raises(CheckpointError, match="already holds a run. Continue it with --resume"):
         runs.run("again")
-
-
-def test_rollouts_are_kept_as_long_as_a_checkpoint_before_them(runs):
-    runs.run("short", "run.checkpoint_every=1", "run.keep_last=1")
-    kept = sorted(path.name for path in (runs.folder / "short" / "journal" / "rollouts").iterdir())
-    assert kept == ["step_000003.host0.log"]
 
 
 def test_where_the_time_of_a_start_goes():

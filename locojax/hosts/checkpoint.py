@@ -6,6 +6,7 @@ drawn at random is a function of (run seed, step, prompt, sample), so the positi
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -29,6 +30,7 @@ from locojax.errors import CheckpointError
 _HELD_OUT = "held_out"
 _SEAL = ".sums.json"  # beside a checkpoint's folder
 _CHUNK = 1 << 24
+_NUM_READERS = 8
 _MUST_AGREE = (
     "model.name", "training.method", "training.lora_rank", "training.lora_alpha", "training.lora_attention",
     "training.lora_mlp", "training.lora_unembed", "training.lora_rslora", "data.source", "run.seed",
@@ -250,16 +252,19 @@ class Checkpoints:
 
 
 def _sums(folder: pathlib.Path) -> dict[str, list[int]]:
-    """[size, CRC-32] of every file below, by name."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            size = checksum = 0
-            with path.open("rb") as file:
-                while chunk := file.read(_CHUNK):
-                    size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
-            found[path.relative_to(folder).as_posix()] = [size, checksum]
-    return found
+    """[size, CRC-32] of every file below, by name; several are read at a time."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    with concurrent.futures.ThreadPoolExecutor(_NUM_READERS) as pool:
+        found = list(pool.map(_sum, paths))
+    return {path.relative_to(folder).as_posix(): each for path, each in zip(paths, found, strict=True)}
+
+
+def _sum(path: pathlib.Path) -> list[int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
+    return [size, checksum]
 
 
 @contextlib.contextmanager
