@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
+import fit_steps
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +13,8 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged_lib
 from jax.sharding import PartitionSpec
 
 from locojax.errors import ConfigError
-from locojax.measure import fit_apart, fit_chips
-from locojax.measure.fit import devices_of
-from locojax.measure.fit_programs import target
-from locojax.models import attention, decoder, kernels
+from locojax.measure import fit_apart
+from locojax.models import attention, kernels
 from locojax.models.sharding import FSDP, MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec
 from locojax.rollout.settings import EngineSettings, memory_and_layout
@@ -121,60 +119,14 @@ def test_an_engine_takes_the_kernel_where_it_can_be_compiled():
         memory_and_layout(model(3, 64), settings(attention="tpu"))
 
 
-def tpu(monkeypatch):
-    for name, value in fit_apart.TPU_COMPILER.items():
-        monkeypatch.setenv(name, value)
-    return devices_of(fit_chips.parse("v5p:2x2x1"))
-
-
-def compiled_for(device, function, *shapes):
-    place = jax.sharding.SingleDeviceSharding(device)
-    given = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in shapes]
-    traced = jax.jit(function).trace(*given)
-    with target(device):
-        text = traced.lower().compile().as_text()
-    assert "tpu_custom_call" in text
-    return text
-
-
 @pytest.mark.extended
-def test_kernels_compile_for_tpu(monkeypatch):
-    """What training and decoding run of them, at the sizes of a real model."""
-    device = tpu(monkeypatch)[0]
-    bf16, i32 = jnp.bfloat16, jnp.int32
-
-    def gradient(q, k, v, until):
-        return jax.grad(
-            lambda q, k, v: jnp.sum(attention.packed(q, k, v, until, kernel="tpu").astype(jnp.float32)), (0, 1, 2)
-        )(q, k, v)
-
-    row = ((1, 4096, 8, HEAD), bf16)
-    compiled_for(device, gradient, ((1, 4096, 16, HEAD), bf16), row, row, ((1, 4096), i32))
-    compiled_for(
-        device, partial(attention.decode_paged, kernel="tpu"),
-        ((64, 16, HEAD), bf16), ((512, 128, 16, HEAD), bf16), ((64, 64), i32), ((64,), i32),
-    )  # fmt: skip
-
-
-@pytest.mark.extended
-def test_offloading_a_layers_input_compiles_for_tpu(monkeypatch):
-    """The policy's arrays are in the host's memory between forward and backward pass, not in the device's."""
-    device = tpu(monkeypatch)[0]
-    spec = dataclasses.replace(model(8, HEAD), num_layers=4, hidden_size=256)
-    place = jax.sharding.SingleDeviceSharding(device)
-    on = partial(jax.tree.map, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place))
-    params = on(jax.eval_shape(lambda: decoder.init_params(spec, jax.random.key(0), jnp.bfloat16)))
-    row = on(jax.ShapeDtypeStruct((1, 4096), jnp.int32))
-    memory = {}
-    for remat in ("full", "offload"):
-
-        def total(params, row, remat=remat):
-            hidden, _ = decoder.forward(
-                params, spec, row, row, row, dtype=jnp.bfloat16, remat=remat, kernel="tpu"
-            )
-            return jnp.sum(hidden.astype(jnp.float32))
-
-        memory[remat] = jax.jit(jax.grad(total)).trace(params, row).lower().compile().memory_analysis()
-    kept = spec.num_layers * 4096 * spec.hidden_size * 2
-    assert memory["offload"].host_temp_size_in_bytes >= kept > memory["full"].host_temp_size_in_bytes
-    assert memory["offload"].temp_size_in_bytes < memory["full"].temp_size_in_bytes
+def test_kernels_compile_for_tpu():
+    """What training and decoding run of them at the sizes of a real model, and a policy that only TPU has."""
+    done = []
+    assert fit_apart.run(fit_steps.compile_kernels, (), done.append, lambda text: None) is None
+    texts = {name: found for name, found in done if name in ("splash", "ragged")}
+    assert all("tpu_custom_call" in text for text in texts.values()) and len(texts) == 2
+    memory = {name: found for name, found in done if name in ("full", "offload")}
+    (full, full_host), (offload, offload_host) = memory["full"], memory["offload"]
+    kept = 4 * 4096 * 256 * 2  # layers, tokens, hidden, bytes: in the host's memory instead of the device's
+    assert offload_host >= kept > full_host and offload < full

@@ -204,11 +204,11 @@ def _programs(plan: Plan, devices: Sequence[Any]) -> list[Program]:
 
 def _compiled(program: Program, plan: Plan, slice: Slice) -> Compiled:
     begun = time.monotonic()
-    traced = program.trace()
+    with target(program.device):
+        traced = program.trace()
+        lowered = traced.lower()
     work = count(traced, Assumptions(program.trips, plan.tensor))
     try:
-        with target(program.device):
-            lowered = traced.lower()
         made = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
         needed, words = needed_bytes(str(error)), str(error).split("\n")[0]

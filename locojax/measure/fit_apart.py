@@ -14,6 +14,7 @@ from locojax.errors import LocoError
 
 TPU_COMPILER = {
     "JAX_PLATFORMS": "cpu",  # nothing runs but the compiler
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # what is compiled for a TPU that isn't there can't be read back
     "TPU_SKIP_MDS_QUERY": "1",  # there is no machine's metadata server to ask
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no TPU to be locked

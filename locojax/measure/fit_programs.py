@@ -311,7 +311,7 @@ def heads(plan: Plan, device: Any) -> list[Program]:
 
 
 def target(device: Any) -> contextlib.AbstractContextManager[Any]:
-    """While a program of one device is lowered: a kernel asks what it is compiled for, and would find this machine."""
+    """While a program of one device is traced and lowered: a kernel asks which it is, and would find this machine's."""
     if device is None:
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(Mesh(np.array([device]), ("device",)).abstract_mesh)
