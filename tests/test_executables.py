@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import pickle
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -58,6 +59,24 @@ def made(folder: pathlib.Path | None, double: Double, args: tuple[Any, ...] = (A
     program = programs.begin("double", partial(double.jitted().lower, *args), args, static)
     programs.wait()
     return program.compiled.result()
+
+
+def test_what_is_not_urgent_is_read_behind(tmp_path, monkeypatch):
+    """And what has yet to be compiled is waited for, urgent or not."""
+    made(tmp_path, Double())
+    go_on, load = threading.Event(), executables._load
+    monkeypatch.setattr(executables, "_load", lambda *args: go_on.wait(60) and load(*args))
+    programs = Executables(tmp_path)
+    args = (ADAPTERS, X)
+    read = programs.begin("double", partial(Double().jitted().lower, *args), args, {})
+    new = programs.begin("double", partial(Double().jitted().lower, *args), args, {"another": 1})
+    programs.wait(urgent=[])
+    assert (read.kept, read.compiled.done(), new.kept, new.compiled.done()) == (True, False, False, True)
+    go_on.set()
+    np.testing.assert_array_equal(read.compiled.result(60)(*args)["y"], 2 * X)
+    urgent = programs.begin("double", partial(Double().jitted().lower, *args), args, {})
+    programs.wait(urgent=[urgent])
+    assert urgent.compiled.done()
 
 
 def test_a_second_process_would_trace_nothing(tmp_path):

@@ -17,7 +17,7 @@ import pathlib
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -47,12 +47,18 @@ Lower = Callable[[], Any]
 """Makes a jax.stages.Lowered."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A program that is being compiled or read, or has been. `out_info`: the shapes of what it returns."""
+    """A program that is being compiled or read, or has been.
+
+    Attributes:
+      out_info: the shapes of what it returns.
+      kept: an earlier process kept it, so that it is only to be read.
+    """
 
     out_info: Any
     compiled: Future[Any]
+    kept: bool
 
 
 class Executables:
@@ -80,21 +86,26 @@ class Executables:
         entry = None if path is None else _read(path)
         pool = self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         if path is not None and entry is not None:
-            program = Program(entry["out_info"], pool.submit(_load, entry, path, lower))
+            program = Program(entry["out_info"], pool.submit(_load, entry, path, lower), kept=True)
         else:
             lowered = lower()
             out_info = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-            program = Program(out_info, pool.submit(_compile, lowered, out_info, path))
+            program = Program(out_info, pool.submit(_compile, lowered, out_info, path), kept=False)
         self._started.append(program)
         return program
 
-    def wait(self) -> None:
-        """Returns when everything begun is there; raises what went wrong."""
+    def wait(self, urgent: Collection[Program] | None = None) -> None:
+        """Returns when everything begun is there; raises what went wrong.
+
+        With `urgent`, what is only to be read from disk isn't waited for unless it is among these: it goes on behind,
+        in the order in which it was begun, and whoever calls a program waits for that one.
+        """
         started, self._started = self._started, []
         for program in started:
-            program.compiled.result()
+            if urgent is None or not program.kept or program in urgent:
+                program.compiled.result()
         if self._pool is not None:
-            self._pool.shutdown()
+            self._pool.shutdown(wait=False)  # its threads end when nothing is left to do
             self._pool = None
 
     def _path(self, name: str, args: tuple[Any, ...], static: Mapping[str, Any]) -> pathlib.Path | None:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from locojax.models.decoder import Params
+from locojax.models.executables import Program
 from locojax.models.lora import Adapters
 from locojax.rollout import programs, sampling
 from locojax.rollout.layouts import Cache, Layout
@@ -124,26 +125,29 @@ class Prefiller:
             for want, where in zip(wanted, packed.source, strict=True)
         ]
 
-    def prepare(self, loaded: Loaded, cache: Cache, page_size: int) -> None:
+    def prepare(self, loaded: Loaded, cache: Cache, page_size: int) -> list[Program]:
         """Compiles what prompts of any length and number up to the budget will need, where shapes are pinned, and the
-        log-probs of prompts. `cache` may be abstract."""
+        log-probs of prompts. `cache` may be abstract. Returns the programs, that of the shortest prompts first."""
+        prepared = []
         part, D = self._layout.prefill_part(cache), cache["last"].shape[1]
         for size in pinned_rows(self._budget):
             packed = pack_pinned([(0,) * size], self._budget, self._max_prompts)
             block = PromptBlock(size, 0, [0] * -(-size // page_size))
             source, last, to = self._layout.place([block], packed, 0)
-            self._compiler.prepare(
+            program = self._compiler.prepare(
                 "prefill", (loaded.signature, packed.shape), loaded.weights, loaded.adapters, part,
                 (packed.tokens, packed.positions, packed.until), source, last, to, np.zeros(1, np.int32),
             )  # fmt: skip
+            prepared.append(program)
         tile = jax.ShapeDtypeStruct((SCORE_TILE, D), cache["last"].dtype)
         rows = programs.ScoreRows(
             np.zeros((SCORE_TILE, 1), np.int32), np.zeros(SCORE_TILE, np.int32), np.float32(1),
             np.zeros((0, 2), np.uint32), np.zeros(1, np.int32),
         )  # fmt: skip
-        self._compiler.prepare(
+        program = self._compiler.prepare(
             "score", (loaded.signature, 0, 1, 0), loaded.weights, loaded.adapters, tile, rows, num_top=0
         )
+        return [*prepared, program]
 
     def _chunks(
         self, loaded: Loaded, cache: Cache, shape: Shape, prompt: NewPrompt, keep: Callable[[Cache], None]

@@ -7,7 +7,7 @@ R x T packed rows, N new prompts, D hidden, V vocab, K iterations.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -343,9 +343,9 @@ class Compiler:
             self.num_compilations += 1
         return self._programs[full_key]
 
-    def wait(self) -> None:
-        """Returns when everything prepared is there; raises what went wrong."""
-        self._executables.wait()
+    def wait(self, urgent: Collection[Program] | None = None) -> None:
+        """Returns when everything prepared is there, or as much as `Executables.wait` says; raises what went wrong."""
+        self._executables.wait(urgent)
 
     def call(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
         """Runs program `name` on (spec, *args, **static). What DONATED names is gone afterwards."""

@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from locojax.models.executables import Program
 from locojax.models.spec import ModelSpec
 from locojax.rollout import stacks
 from locojax.rollout.batch import decode_rows
-from locojax.rollout.layouts import Layout
+from locojax.rollout.layouts import Cache, Layout
 from locojax.rollout.pages import Shape
 from locojax.rollout.prefilling import Loaded, Prefiller
 from locojax.rollout.programs import Compiler, DecodeRows
@@ -68,21 +69,31 @@ def prepare_server(
     loaded: Loaded,
     prefiller: Prefiller,
 ) -> None:
-    """Compiles what `Engine.warm_up_server` promises: decoding in each shape, prefill, moves between the shapes."""
+    """Compiles what `Engine.warm_up_server` promises: decoding in each shape, prefill, moves between the shapes.
+
+    Returns when a short prompt can be answered, and nothing is left to compile: programs for longer prompts and more
+    samples that an earlier process kept are read behind, the smaller ones first.
+    """
     count = np.zeros((), np.int32)
     caches = [jax.eval_shape(partial(layout.new_cache, spec, shape, settings.dtype)) for shape in shapes]
-    for shape, cache in zip(shapes, caches, strict=True):
+
+    def prepare_decode(shape: Shape, cache: Cache) -> list[Program]:
         rows = decode_rows([], shape.rows, PINNED_STOPS, layout.tables([], shape.rows, shape, 1))
-        for truncates in sorted({True, shape.rows < PLAIN_ROWS}):
-            key = (loaded.signature, shape, shape.rows, PINNED_STOPS, 1, truncates, 0)
+        return [
             compiler.prepare(
-                "decode", key, loaded.weights, loaded.adapters, layout.decode_part(cache), rows, count, count,
-                truncates=truncates, num_top=0,
-            )  # fmt: skip
-    prefiller.prepare(loaded, caches[0], settings.page_size)
+                "decode", (loaded.signature, shape, shape.rows, PINNED_STOPS, 1, truncates, 0), loaded.weights,
+                loaded.adapters, layout.decode_part(cache), rows, count, count, truncates=truncates, num_top=0,
+            )
+            for truncates in sorted({True, shape.rows < PLAIN_ROWS})
+        ]  # fmt: skip
+
+    urgent = prepare_decode(shapes[0], caches[0])
     stack = loaded.adapters
     if stack is not None and stack.scale.ndim:
         nothing = stacks.fitted(stack, {})
-        compiler.prepare("set_adapter", loaded.signature, stack, nothing, np.float32(0), count)
+        urgent.append(compiler.prepare("set_adapter", loaded.signature, stack, nothing, np.float32(0), count))
+    urgent += prefiller.prepare(loaded, caches[0], settings.page_size)[:1]
+    for shape, cache in zip(shapes[1:], caches[1:], strict=True):
+        prepare_decode(shape, cache)
     layout.warm_moves(spec, shapes, settings.dtype)
-    compiler.wait()
+    compiler.wait(urgent)
