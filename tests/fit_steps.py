@@ -68,7 +68,7 @@ def compile_kernels(begin):
     begin("ragged", ())
     ragged = partial(attention.decode_paged, kernel="tpu")
     pages, table = like((512, 128, 16, 128), bf16), like((64, 64), i32)
-    yield "ragged", compiled(ragged, like((64, 16, 128), bf16), pages, table, like((64,), i32)).as_text()
+    yield "ragged", compiled(ragged, like((64, 64, 128), bf16), pages, table, like((64,), i32)).as_text()
     spec = dataclasses.replace(
         fit_models.find("qwen3-0.6b"), num_layers=4, hidden_size=256, intermediate_size=512, vocab_size=1024
     )

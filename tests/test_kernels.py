@@ -88,7 +88,7 @@ def test_ragged_paged_asks_the_kernel_for_what_its_plain_twin_computes(monkeypat
     q = jnp.asarray(rng.normal(size=(B, H, HEAD)), jnp.float32)
     given = []
 
-    def reference(*args, num_kv_pages_per_block, num_queries_per_block, **settings):
+    def reference(*args, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes, **settings):
         given.append((num_kv_pages_per_block, num_queries_per_block))
         with jax.numpy_rank_promotion("allow"):
             return ragged_lib.ref_ragged_paged_attention(*args, **settings)

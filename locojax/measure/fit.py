@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from locojax.errors import ConfigError, LocoError
+from locojax.errors import ConfigError
 from locojax.measure import fit_apart
 from locojax.measure.fit_chips import CPU, GIB, Chip, Slice
 from locojax.measure.fit_count import Assumptions, Work, count
@@ -43,7 +43,7 @@ class Compiled:
       peak: bytes of this program's own memory; where it was refused, what the compiler said that it needs at least.
       beside: what else is resident while it runs, by name: bytes.
       refused: the compiler's words, if it doesn't fit by itself; else None.
-      crashed: the compiler didn't say anything about memory, as it came to grief.
+      crashed: the compiler didn't say anything about the device's memory, as it came to grief.
       buffers: the largest temporaries.
       seconds: of compiling.
     """
@@ -211,11 +211,12 @@ def _compiled(program: Program, plan: Plan, slice: Slice) -> Compiled:
     try:
         made = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed, words = needed_bytes(str(error)), str(error).split("\n")[0]
-        if needed is None:  # not for want of memory
-            raise LocoError(f"The compiler refused the program {program.name} for {slice.name}", got=words) from error
-        took = time.monotonic() - begun
-        return Compiled(program.name, needed, program.beside, work, refused=words, seconds=took)
+        needed, words = needed_bytes(str(error)), " ".join(str(error).split())[:300]
+        # None: not for want of the device's memory, but of a kernel's own, say; there can't be a verdict then.
+        return Compiled(
+            program.name, needed or 0, program.beside, work, refused=words, crashed=needed is None,
+            seconds=time.monotonic() - begun,
+        )  # fmt: skip
     memory = made.memory_analysis()
     outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Compiled(

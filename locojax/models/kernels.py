@@ -27,6 +27,10 @@ RAGGED_QUERIES = 32
 RAGGED_BLOCK = 1024
 """Tokens of the cache that the ragged kernel fetches at a time."""
 
+RAGGED_MEMORY = 32 << 20
+"""Bytes that the ragged kernel may take of a core's own memory, which is 64 MiB or more: 64 heads take more than the
+compiler's default of 16 MiB."""
+
 
 def splash(
     q: Array, k: Array, v: Array, until: Array, *, name: str, window: int | None = None, interpret: bool = False
@@ -127,4 +131,5 @@ def ragged_paged(q: Array, pages: Array, table: Array, num_tokens: Array) -> Arr
             # Given, as the kernel would look this machine's device up in its table, not the one compiled for.
             num_kv_pages_per_block=min(max(1, RAGGED_BLOCK // page), W),
             num_queries_per_block=min(RAGGED_QUERIES, B),
+            vmem_limit_bytes=RAGGED_MEMORY,
         )
