@@ -61,15 +61,33 @@ def made(folder: pathlib.Path | None, double: Double, args: tuple[Any, ...] = (A
     return program.compiled.result()
 
 
+def test_another_source_that_lowers_to_the_same_is_not_compiled_again(tmp_path, monkeypatch, caplog):
+    made(tmp_path, Double())
+    monkeypatch.setattr(executables, "_source", lambda: "changed")
+    compiled: list[str] = []
+    monkeypatch.setattr(executables, "_keep", lambda *args: compiled.append("kept"))
+    second, third = Double(), Double()
+    np.testing.assert_array_equal(made(tmp_path, second)(ADAPTERS, X)["y"], 2 * X)
+    assert (second.num_traced, compiled) == (1, [])
+    made(tmp_path, third)  # under its new name from now on
+    assert (third.num_traced, compiled) == (0, [])
+    other = Double()
+    other.own = 1 - other.own  # a constant of the program
+    assert made(tmp_path, other, another=1)(ADAPTERS, X)["own"] == other.own
+    assert compiled == ["kept"]
+
+
 def test_what_is_not_urgent_is_read_behind(tmp_path, monkeypatch):
     """And what has yet to be compiled is waited for, urgent or not."""
     made(tmp_path, Double())
-    go_on, load = threading.Event(), executables._load
-    monkeypatch.setattr(executables, "_load", lambda *args: go_on.wait(60) and load(*args))
+    go_on, load = threading.Event(), executables._loaded
+    monkeypatch.setattr(executables, "_loaded", lambda entry: go_on.wait(60) and load(entry))
     programs = Executables(tmp_path)
     args = (ADAPTERS, X)
     read = programs.begin("double", partial(Double().jitted().lower, *args), args, {})
-    new = programs.begin("double", partial(Double().jitted().lower, *args), args, {"another": 1})
+    others = Double()
+    others.own = -1
+    new = programs.begin("double", partial(others.jitted().lower, *args), args, {"another": 1})
     programs.wait(urgent=[])
     assert (read.kept, read.compiled.done(), new.kept, new.compiled.done()) == (True, False, False, True)
     go_on.set()
@@ -148,6 +166,10 @@ def test_what_jax_itself_had_is_not_kept(tmp_path, events):
         """As a lowered program that XLA need not compile."""
 
         out_info = jax.ShapeDtypeStruct((), jnp.float32)
+        in_tree = out_tree = None
+
+        def as_text(self) -> str:
+            return "module"
 
         def compile(self) -> str:
             for event in events:
@@ -179,12 +201,12 @@ def test_what_xla_cannot_write_out_runs_all_the_same(tmp_path, monkeypatch):
 )
 def test_a_broken_entry_is_said_and_made_again(tmp_path, caplog, content):
     made(tmp_path, Double())
-    (path,) = tmp_path.iterdir()
-    if content is None:
-        entry = executables._read(path)
-        executables._write(path, {**entry, "payload": b"nothing that XLA knows"})
-    else:
-        path.write_bytes(content)
+    for path in tmp_path.iterdir():  # under both its names
+        if content is None:
+            entry = executables._read(path)
+            executables._write(path, {**entry, "payload": b"nothing that XLA knows"})
+        else:
+            path.write_bytes(content)
     again = Double()
     with caplog.at_level(logging.WARNING):
         np.testing.assert_array_equal(made(tmp_path, again)(ADAPTERS, X)["y"], 2 * X)

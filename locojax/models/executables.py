@@ -3,7 +3,8 @@
 jax's own persistent cache spares a process XLA's part of the work. What is left, tracing and lowering in Python, takes
 0.5 to 4 s a program, and a server needs about twenty before it can answer. An entry here is a whole executable under a
 key of everything that it depends on: its arguments' shapes, the static settings, this package's source, jax, the
-machine. A change of any of them is another key.
+machine. A change of any of them is another key. An entry has a second name, by what was lowered: a source that has
+changed elsewhere lowers to the same, which is then not compiled again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import pathlib
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -72,7 +74,8 @@ class Executables:
         self._folder = folder
         self._pool: ThreadPoolExecutor | None = None
         self._started: list[Program] = []
-        self._here: tuple[str, ...] | None = None  # what every key has in it; made when first asked for
+        self._here: tuple[str, ...] | None = None  # what every key has in it, and the source's digest: made when first
+        self._source = ""  # asked for
 
     def begin(self, name: str, lower: Lower, args: tuple[Any, ...], static: Mapping[str, Any]) -> Program:
         """Begins to make a program for these arguments, which may be shapes alone.
@@ -86,11 +89,12 @@ class Executables:
         entry = None if path is None else _read(path)
         pool = self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         if path is not None and entry is not None:
-            program = Program(entry["out_info"], pool.submit(_load, entry, path, lower), kept=True)
+            program = Program(entry["out_info"], pool.submit(self._load, entry, path, lower), kept=True)
         else:
             lowered = lower()
             out_info = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
-            program = Program(out_info, pool.submit(_compile, lowered, out_info, path), kept=False)
+            names = self._names(path, lowered)
+            program = Program(out_info, pool.submit(_compile, lowered, out_info, names), kept=False)
         self._started.append(program)
         return program
 
@@ -117,8 +121,27 @@ class Executables:
         if " at 0x" in told:
             raise ValueError(f"A static setting of program {name!r} can't be told from another by its repr: {told}")
         self._here = self._here or _machine()
-        key = hashlib.sha256(repr((self._here, name, told, str(tree), shapes)).encode()).hexdigest()[:40]
-        return self._folder / f"{name}-{key}"
+        self._source = self._source or _source()
+        return self._folder / f"{name}-{_digest(self._here, self._source, name, told, str(tree), shapes)}"
+
+    def _names(self, path: pathlib.Path | None, lowered: Any) -> tuple[pathlib.Path, pathlib.Path] | None:
+        """An entry's path, and its second name: by what the compiler is given, constants and all, but not the places
+        in the source that it came from."""
+        if path is None:
+            return None
+        same = _digest(self._here, lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree))
+        return path, path.with_name(f"{path.name.rpartition('-')[0]}-{same}")
+
+    def _load(self, entry: Mapping[str, Any], path: pathlib.Path, lower: Lower) -> Any:
+        try:
+            loaded = _loaded(entry)
+        except UNREADABLE as error:
+            log.warning("the compiled program %s can't be loaded and is made again: %s", path.name, error)
+            lowered = lower()
+            return _compile(lowered, entry["out_info"], self._names(path, lowered))
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return loaded
 
 
 def beside_jax_cache() -> pathlib.Path | None:
@@ -129,7 +152,13 @@ def beside_jax_cache() -> pathlib.Path | None:
     return pathlib.Path(folder) / FOLDER
 
 
-def _compile(lowered: Any, out_info: Any, path: pathlib.Path | None) -> Any:
+def _compile(lowered: Any, out_info: Any, names: tuple[pathlib.Path, pathlib.Path] | None) -> Any:
+    """The executable; `names`: those that its entry has, or is given."""
+    if names is not None and (entry := _read(names[1])) is not None:
+        with contextlib.suppress(*UNREADABLE):  # then it is compiled
+            compiled = _loaded(entry)
+            _link(names[1], names[0])
+            return compiled
     events: set[str] = set()
     here = threading.get_ident()
 
@@ -145,31 +174,41 @@ def _compile(lowered: Any, out_info: Any, path: pathlib.Path | None) -> Any:
         jax.monitoring.unregister_event_listener(happened)
         jax.monitoring.unregister_event_duration_listener(happened)
     # Only what XLA has just compiled can be kept: on CPU, it writes one that it was given without its code.
-    if path is not None and BUILT in events and FOUND not in events:
-        _keep(compiled, out_info, path)
+    if names is not None and BUILT in events and FOUND not in events:
+        _keep(compiled, out_info, names)
     return compiled
 
 
-def _keep(compiled: Any, out_info: Any, path: pathlib.Path) -> None:
+def _keep(compiled: Any, out_info: Any, names: tuple[pathlib.Path, pathlib.Path]) -> None:
     try:
         payload, in_tree, out_tree = serialize_executable.serialize(compiled)
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # on CPU, XLA can't write out a sort of plain numbers
-        log.info("the compiled program %s isn't kept: %s", path.name, error)
+        log.info("the compiled program %s isn't kept: %s", names[0].name, error)
         return
-    _write(path, {"out_info": out_info, "payload": payload, "in_tree": in_tree, "out_tree": out_tree})
+    entry = {"out_info": out_info, "payload": payload, "in_tree": in_tree, "out_tree": out_tree}
+    if _write(names[1], entry):
+        _link(names[1], names[0])
 
 
-def _load(entry: Mapping[str, Any], path: pathlib.Path, lower: Lower) -> Any:
+def _link(path: pathlib.Path, name: pathlib.Path) -> None:
+    """A second name of an entry, or where there are no hard links a copy; none of them is worth more than a line."""
+    part = name.with_name(f"{name.name}.{os.getpid()}.part")
     try:
-        loaded = serialize_executable.deserialize_and_load(
-            entry["payload"], entry["in_tree"], entry["out_tree"], execution_devices=jax.devices()[:1]
-        )
-    except UNREADABLE as error:
-        log.warning("the compiled program %s can't be loaded and is made again: %s", path.name, error)
-        return _compile(lower(), entry["out_info"], path)
-    with contextlib.suppress(OSError):
-        os.utime(path)
-    return loaded
+        try:
+            os.link(path, part)
+        except OSError:
+            shutil.copyfile(path, part)
+        part.replace(name)
+    except OSError as error:
+        log.warning("the compiled program %s isn't kept: %s", name.name, error)
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _loaded(entry: Mapping[str, Any]) -> Any:
+    return serialize_executable.deserialize_and_load(
+        entry["payload"], entry["in_tree"], entry["out_tree"], execution_devices=jax.devices()[:1]
+    )
 
 
 def _read(path: pathlib.Path) -> dict[str, Any] | None:
@@ -184,8 +223,8 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
         return None
 
 
-def _write(path: pathlib.Path, entry: Mapping[str, Any]) -> None:
-    """Atomic; a full or read-only disk costs the next process its time, and this one a line in the log."""
+def _write(path: pathlib.Path, entry: Mapping[str, Any]) -> bool:
+    """Whether it could. Atomic; a full or read-only disk costs the next process its time, this one a line in the log."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,10 +232,12 @@ def _write(path: pathlib.Path, entry: Mapping[str, Any]) -> None:
             pickle.dump(entry, file)
         part.replace(path)
         _remove_old(path.parent)
+        return True
     except OSError as error:
         log.warning("the compiled program %s isn't kept: %s", path.name, error)
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+        return False
 
 
 def _remove_old(folder: pathlib.Path) -> None:
@@ -213,7 +254,7 @@ def _machine() -> tuple[str, ...]:
     config = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, jax.config.jax_debug_nans)
     return (
         jax.__version__, jaxlib.__version__, device.platform, device.device_kind, str(jax.device_count()),
-        str(config), os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _processor(), _source(),
+        str(config), os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _processor(),
     )  # fmt: skip
 
 
@@ -223,6 +264,10 @@ def _processor() -> str:
     except OSError:  # not Linux: the device's kind must do
         return ""
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:40]
 
 
 def _source() -> str:
