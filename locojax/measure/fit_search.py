@@ -42,9 +42,11 @@ def nearest(failed: Report, *, say: Say = print, fit: Fit = fit) -> list[Found]:
 def smallest(plan: Plan, slices: list[Slice], *, say: Say = print, fit: Fit = fit) -> Report | None:
     """The plan on the smallest of the slices, given in order of size, that it fits; None if it fits none.
 
-    Of each slice the programs are compiled one by one until one doesn't fit.
+    A micro-batch has as many tokens on each as `plan` has on the first, or a row on every device if that is more.
     """
+    tokens = plan.micro_batch_tokens(slices[0].num_devices)
     for slice in slices:
+        plan = _with_tokens(plan, tokens, slice)
         try:
             report = fit(plan, slice, only=("forward_backward",), say=say)
         except ConfigError as error:
@@ -59,7 +61,7 @@ def smallest(plan: Plan, slices: list[Slice], *, say: Say = print, fit: Fit = fi
 
 
 def _ways(plan: Plan, slice: Slice) -> Iterator[tuple[str, Iterator[tuple[str, Plan, Slice]]]]:
-    replace = dataclasses.replace
+    replace, tokens = dataclasses.replace, plan.micro_batch_tokens(slice.num_devices)
 
     def rows() -> Iterator[tuple[str, Plan, Slice]]:
         fewer = plan.rows // 2
@@ -82,18 +84,24 @@ def _ways(plan: Plan, slice: Slice) -> Iterator[tuple[str, Iterator[tuple[str, P
     def tensor() -> Iterator[tuple[str, Plan, Slice]]:
         parts = plan.tensor * 2
         while slice.num_devices % parts == 0 and plan.model.num_heads % parts == 0:
-            yield f"--tensor {parts}", replace(plan, tensor=parts), slice
+            yield f"--tensor {parts}", _with_tokens(replace(plan, tensor=parts), tokens, slice), slice
             parts *= 2
 
     def chips() -> Iterator[tuple[str, Plan, Slice]]:
         for larger in slice.larger():
-            yield f"--topology {larger.name}", plan, larger
+            yield f"--topology {larger.name}", _with_tokens(plan, tokens, larger), larger
 
     yield "token budget", rows()
     yield "tile", tiles()
     yield "remat policy", remat()
     yield "sharding", tensor()
     yield "chips", chips()
+
+
+def _with_tokens(plan: Plan, tokens: int, slice: Slice) -> Plan:
+    """The plan with micro-batches of so many tokens on the slice, rounded up to whole rows on each device."""
+    one_row = dataclasses.replace(plan, rows=1).micro_batch_tokens(slice.num_devices)
+    return dataclasses.replace(plan, rows=max(1, -(-tokens // one_row)))
 
 
 def _first(
