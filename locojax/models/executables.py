@@ -224,7 +224,7 @@ def _read(path: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _write(path: pathlib.Path, entry: Mapping[str, Any]) -> bool:
-    """Whether it could. Atomic; a full or read-only disk costs the next process its time, this one a line in the log."""
+    """Whether it could. Atomic; a full or read-only disk costs the next process its time, this one a line of log."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
