@@ -57,7 +57,7 @@ def test_random_moments(crashes, num_hosts, num_kills):
     while kills < num_kills:
         name = f"random-{num_hosts}-{runs}"
         while True:
-            seconds = draw.uniform(0.0, 3.0)
+            seconds = draw.uniform(0.0, 8.0)  # beyond the first steps, in which programs are compiled
             code = crashes.start(name, f"seconds:{seconds:.2f}", num_hosts, crash_host=draw.randrange(num_hosts))
             if code == 0:
                 break
