@@ -139,7 +139,8 @@ def _entry(path: pathlib.Path) -> Entry | None:
         stats = [each.stat() for each in files] or [path.stat()]
     except FileNotFoundError:
         return None
-    return Entry(path, sum(each.st_size for each in stats), max(max(each.st_atime, each.st_mtime) for each in stats))
+    num_bytes = sum(each.st_size // each.st_nlink for each in stats)  # a file with two names counts once
+    return Entry(path, num_bytes, max(max(each.st_atime, each.st_mtime) for each in stats))
 
 
 def _remove(path: pathlib.Path) -> None:
