@@ -28,7 +28,7 @@ from locojax import cli_launch, settings
 from locojax.config import Config, cache_folder, load, run_folder
 from locojax.errors import ConfigError, LocoError
 from locojax.hosts.interrupt import INTERRUPTED, Stopped
-from locojax.hosts.place import HOST_ID, LAUNCHED_AT, NUM_HOSTS
+from locojax.hosts.place import HOST_ID, LAUNCHED_AT, NUM_HOSTS, platforms_to_try
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     errors = Console(stderr=True)
     debug = "--debug" in arguments
+    if platforms := platforms_to_try(os.environ):
+        os.environ["JAX_PLATFORMS"] = platforms  # inherited by every process that this one starts
     try:
         options = _parse(arguments)
         return options.command(options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib.util
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from locojax.config import HostsConfig, load
 from locojax.errors import ConfigError, DeadlineError, HostError
 from locojax.hosts.colocated import check_same_settings
 from locojax.hosts.group import Group
-from locojax.hosts.place import Place, find_place
+from locojax.hosts.place import Place, find_place, platforms_to_try
 from locojax.hosts.watch import Sign, Wait, Watch
 
 ALL = {"LOCOJAX_COORDINATOR": "10.0.0.1:9000", "LOCOJAX_NUM_HOSTS": "4", "LOCOJAX_HOST_ID": "2"}
@@ -280,3 +281,26 @@ def test_one_host_alone_meets_nobody():
         with group.waiting("train"):
             pass
     assert group.num_meetings == 0 and group.is_first
+
+
+def test_libtpu_without_a_tpu_is_left_alone(tmp_path, monkeypatch):
+    there = {"libtpu"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
+    assert platforms_to_try({}, tmp_path) == "cpu"
+    assert platforms_to_try({"JAX_PLATFORMS": "tpu"}, tmp_path) is None
+    assert platforms_to_try({"TPU_ACCELERATOR_TYPE": "v5p-8"}, tmp_path) is None
+    vendor = tmp_path / "sys/bus/pci/devices/0000:00:05.0/vendor"
+    vendor.parent.mkdir(parents=True)
+    vendor.write_text("0x1af4\n")
+    assert platforms_to_try({}, tmp_path) == "cpu"
+    vendor.write_text("0x1ae0\n")
+    assert platforms_to_try({}, tmp_path) is None
+    vendor.unlink()
+    there.add("jax_cuda13_plugin")
+    assert platforms_to_try({}, tmp_path) is None
+    there.clear()
+    assert platforms_to_try({}, tmp_path) is None
+    there.add("libtpu")
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/accel0").touch()
+    assert platforms_to_try({}, tmp_path) is None

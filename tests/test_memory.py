@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from locojax.errors import CapacityError
-from locojax.hosts.memory import Alive, MemoryWatch, PeakByPhase, bytes_in_use, out_of_memory, resident_bytes
+from locojax.hosts.memory import (
+    Alive,
+    MemoryWatch,
+    PeakByPhase,
+    StepMemory,
+    bytes_in_use,
+    out_of_memory,
+    resident_bytes,
+    running_out_is_told,
+)
 
 SETTINGS = {"rows": 4, "row_tokens": 1024, "remat": "linear", "tile_tokens": 128}
 
@@ -91,3 +102,24 @@ def test_a_real_one_is_known_and_others_are_left_alone():
         jax.block_until_ready(jnp.zeros((1 << 44,), jnp.int8) + jnp.int8(1))
     assert out_of_memory(caught.value, SETTINGS) is not None
     assert out_of_memory(ValueError("shapes differ"), SETTINGS) is None
+
+
+def test_a_step_that_runs_out_of_memory_ends_with_what_to_change():
+    settings = types.SimpleNamespace(row_tokens=1024, rows=4, remat="linear", tile_tokens=None)
+    halve = "Halve the rows of a micro-batch \\(now 4\\)"
+    with pytest.raises(CapacityError, match=halve), running_out_is_told(settings):
+        jax.block_until_ready(jnp.zeros((1 << 44,), jnp.int8) + jnp.int8(1))
+    with pytest.raises(ZeroDivisionError), running_out_is_told(settings):
+        _ = 1 // 0
+
+
+def test_a_step_tells_what_piles_up_and_its_peaks():
+    memory, kept = StepMemory(), []
+    said = []
+    for _ in range(8):
+        kept.append(jnp.zeros((601, 1000), jnp.float32))
+        memory.ended("train")
+        said += memory.grown()
+    (text,) = [text for text in said if "601" in text]
+    assert text.startswith("memory grows with every step: float32[601,1000]: 1 -> 6")
+    assert set(memory.peaks()) == {"train_memory_gib"} and kept

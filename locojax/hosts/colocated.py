@@ -35,6 +35,7 @@ from locojax.hosts.hostlog import HostLog
 from locojax.hosts.interrupt import Interrupts, Stopped
 from locojax.hosts.journal import Journal
 from locojax.hosts.meeting import Agreed, Moments, Report, meet
+from locojax.hosts.memory import StepMemory, running_out_is_told
 from locojax.hosts.metrics import RunResult
 from locojax.hosts.outset import Outset, check_same_settings, find_outset, open_journal
 from locojax.hosts.phases import StepTimer
@@ -157,6 +158,7 @@ class Loop:
         self._generation, self._order = generation, order
         self._held_out = [prepared.held_out[index] for index in self._share(prepared.held_out)]
         self._num_idle_steps = 0
+        self._memory = StepMemory()
         self._journal_seconds = 0.0  # up to the last step's end
 
     def run(self, collector: Collector) -> None:
@@ -248,6 +250,7 @@ class Loop:
             if run_config.pipelined:
                 pipeline = Pipeline(self._worker, self.config, len(prompts) * self.config.rollout.group_size)
             generated = self._generate(prompts, places, step_index, pipeline)
+            self._memory.ended("generate")
             with self._timer.phase("reward"):
                 lesson = learning.lesson(generated.groups, self.config)
             with self._timer.phase("pack"):
@@ -258,10 +261,14 @@ class Loop:
             if agreed.stop:
                 raise AgreedStop(agreed.stop)  # from here to the position the step is finished, come what may
             version = self._worker.policy_version
-            trained = self._train(step_index, lesson, updates, agreed, pipeline)
+            with running_out_is_told(self._worker.trainer.settings):
+                trained = self._train(step_index, lesson, updates, agreed, pipeline)
+            self._memory.ended("train")
             update = trained.update
             self._journal.trained(step_index, version, update.policy_version, places, prompts, update.skipped_because)
             self._publish()
+            for text in self._memory.grown():
+                self._progress.note(text)
             meetings = self._group.num_meetings - meetings
             due = number % max(run_config.eval_every, 1) == 0 or number == run_config.num_steps
             accuracy, stopped = self._evaluation_or_stop(step_index) if self._evaluates and due else (None, None)
@@ -276,7 +283,7 @@ class Loop:
                 collector.collect()
         met = {"num_meetings": meetings} if self._group.size > 1 else {}
         overlapped = {} if pipeline is None else {"overlapped_seconds": pipeline.seconds}
-        self._record(agreed, report, trained, accuracy, {**overlapped, **met})
+        self._record(agreed, report, trained, accuracy, {**overlapped, **met, **self._memory.peaks()})
         if stopped is not None:
             raise stopped
         if self.position.next_step == 1 or not collector.is_frozen:  # after the training programs' first use

@@ -7,10 +7,11 @@ ends a run hours later, in a place that has nothing to do with it.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -170,3 +171,32 @@ def out_of_memory(
         f"{settings['tile_tokens']}; in use {bytes_in_use() / GIB:.2f} GiB{plan}",
         remedy=lever + ". `locojax fit` finds settings that fit",
     )
+
+
+class StepMemory:
+    """What a loop asks of memory in each step. Example: `memory.ended("train")`; after the step, `memory.grown()`."""
+
+    def __init__(self) -> None:
+        self._watch, self._peaks = MemoryWatch(), PeakByPhase()
+        self.ended = self._peaks.ended
+
+    def grown(self) -> list[str]:
+        """In words, what piles up; see `MemoryWatch.after_step`."""
+        return [f"memory grows with every step: {found}" for found in self._watch.after_step()]
+
+    def peaks(self) -> dict[str, float]:
+        """For the step's record: GiB at the end of each phase."""
+        return {f"{phase}_memory_gib": size / GIB for phase, size in self._peaks.take().items()}
+
+
+@contextlib.contextmanager
+def running_out_is_told(settings: Any) -> Iterator[None]:
+    """Raises CapacityError, with the trainer's settings that matter, where memory runs out; see `out_of_memory`."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        names = ("row_tokens", "rows", "remat", "tile_tokens")
+        told = out_of_memory(error, {name: getattr(settings, name) or "auto" for name in names})
+        if told is None:
+            raise
+        raise told from error

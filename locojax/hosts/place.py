@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import pathlib
 from collections.abc import Mapping
 
 from locojax.config import HostsConfig
@@ -57,3 +59,23 @@ def find_place(config: HostsConfig, environment: Mapping[str, str]) -> Place | N
             expected=f"0 to {place.num_hosts - 1}",
         )
     return place if place.num_hosts > 1 else None
+
+
+_GOOGLE = "0x1ae0"
+"""PCI vendor of TPUs, as Linux names it."""
+_GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin", "jax_rocm60_plugin")
+
+
+def platforms_to_try(environment: Mapping[str, str], root: pathlib.Path = pathlib.Path("/")) -> str | None:
+    """What JAX_PLATFORMS should be, before jax is imported; None: jax finds out.
+
+    libtpu may be there for its compiler alone. jax would start it all the same, and without a TPU it fills the screen
+    with errors that are none, and holds a lock that keeps `locojax fit` from it. Any sign of an accelerator leaves the
+    choice to jax.
+    """
+    if "JAX_PLATFORMS" in environment or importlib.util.find_spec("libtpu") is None:
+        return None
+    signs = any(name.startswith("TPU_") for name in environment) or any(map(importlib.util.find_spec, _GPU_PLUGINS))
+    devices = [*root.glob("dev/accel*"), *root.glob("dev/vfio/*"), *root.glob("dev/nvidia*"), *root.glob("dev/kfd")]
+    vendors = (path.read_text().strip() for path in root.glob("sys/bus/pci/devices/*/vendor"))
+    return None if signs or devices or _GOOGLE in vendors else "cpu"
