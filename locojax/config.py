@@ -18,9 +18,9 @@ from locojax.settings import setting
 
 Auto = Literal["auto"]
 
-LEFT_OPEN = ("rollout.kv_memory_gib", "loss.clip_low", "loss.clip_high", "hosts.distributed")
+LEFT_OPEN = ("rollout.kv_memory_gib", "loss.clip_low", "loss.clip_high", "run.journal", "hosts.distributed")
 """Settings whose "auto" `resolve` keeps: the engine sees what memory the weights leave, the loss has its own bounds,
-and a resumed run may have other hosts."""
+the run folder may be moved, and a resumed run may have other hosts."""
 
 T = TypeVar("T")
 
