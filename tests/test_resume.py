@@ -151,7 +151,9 @@ def test_a_step_cut_short_is_finished_from_what_was_graded(runs, monkeypatch):
     runs.run("cut", resume=True)
     runs.check("cut")
     assert runs.asked == {"step 3": 1}, "two of the last step's three groups were there, and all of step 2's"
-    assert before + (NUM_STEPS * PER_STEP - before) == runs.num_grades("cut") == NUM_STEPS * PER_STEP
+    # A grade that was made but not yet written down when it died is made again: at most those of the cut step.
+    again = runs.num_grades("cut") - NUM_STEPS * PER_STEP
+    assert 0 <= again <= before - 3 * PER_STEP
     assert any(text.startswith("resumed at step 4 of 4 in ") and "training 1 step again" in text for text in runs.said)
 
 
