@@ -37,9 +37,9 @@ demo: $(VENV)/.ready-to-run
 test: $(VENV)/.ready-to-test
 	@$(VENV)/bin/python -m pytest -q --durations=10
 
-# What an older Python and its jax could break first: models, engine, trainer, the loop on one host and on two.
+# What an older Python and its jax could break first: models, engine, trainer, the loop.
 CORE = golden decoder logprobs losses weights* tokenizer packing trainer trainer_steps executables rollout_engine \
-  rollout_sampling colocated hosts config cli imports serving_loop wire_requests service
+  rollout_sampling colocated config cli imports serving_loop wire_requests service
 test-core: $(VENV)/.ready-to-test
 	@$(VENV)/bin/python -m pytest -q --durations=5 -m "not extended" $(wildcard $(CORE:%=tests/test_%.py))
 
