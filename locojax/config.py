@@ -10,19 +10,13 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from locojax import settings
 from locojax.errors import ConfigError
 from locojax.settings import setting
 
 Auto = Literal["auto"]
-
-LEFT_OPEN = ("rollout.kv_memory_gib", "loss.clip_low", "loss.clip_high", "run.journal", "hosts.distributed")
-"""Settings whose "auto" `resolve` keeps: the engine sees what memory the weights leave, the loss has its own bounds,
-the run folder may be moved, and a resumed run may have other hosts."""
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,90 +360,6 @@ def _contradiction(problem: str, remedy: str) -> None:
 
 def _is_file(source: str) -> bool:
     return source.startswith("hub:") or source.endswith((".jsonl", ".parquet"))
-
-
-def resolve(
-    config: Config,
-    *,
-    platform: str,
-    model_context: int,
-    longest_prompt: int,
-    auto_dtype: str | None = None,
-    num_hosts: int = 1,
-    num_devices: int = 1,
-) -> Config:
-    """A new config without "auto", but for those of `LEFT_OPEN`.
-
-    Args:
-      platform: jax's name of it: "cpu", "gpu" or "tpu".
-      model_context: the longest sequence the model was made for, in tokens.
-      longest_prompt: of this run's training and held-out prompts, in tokens.
-      auto_dtype: the number format that is fastest here, None if unknown: float32 on CPU, else bfloat16.
-      num_devices: of all hosts.
-
-    Raises:
-      ConfigError: a set context is longer than the model's, prompt and completion don't fit in a row, or the mesh
-        doesn't fit the devices.
-    """
-    rollout, training = config.rollout, config.training
-    context = _unless_set(config.model.max_context, model_context)
-    if context > model_context:
-        problem = "Setting 'model.max_context' is longer than the model's own context"
-        raise ConfigError(problem, got=context, expected=f"at most {model_context}")
-    longest = min(longest_prompt + rollout.max_tokens, context)
-    on_cpu = platform == "cpu"
-    dtype = _unless_set(training.compute_dtype, auto_dtype or ("float32" if on_cpu else "bfloat16"))
-    # Attention in a row costs the square of its length where no kernel skips other segments, so on CPU rows are short;
-    # but sequences share what they have in common only within a row, so it holds a few of them.
-    short, long = _round_up(max(longest, min(4 * longest, 512)), 64), max(4096, _round_up(longest, 128))
-    row_tokens = _unless_set(training.row_tokens, short if on_cpu else long)
-    if row_tokens < longest:
-        problem = "Setting 'training.row_tokens' is too small for the longest prompt and completion"
-        raise ConfigError(problem, got=row_tokens, expected=f"at least {longest}")
-    budget = 1024 if on_cpu else 16384
-    iterations = 1 if config.hosts.controller == "single" else 16
-    prompts = -(-config.run.prompts_per_step // num_hosts)
-    slots = min(_power_of_two(prompts * rollout.group_size), 128 if on_cpu else 512)
-    values: dict[str, Any] = {
-        "model.max_context": context,
-        "rollout.dtype": _unless_set(rollout.dtype, dtype),
-        "rollout.max_slots": _unless_set(rollout.max_slots, slots),
-        "rollout.decode_iterations": _unless_set(rollout.decode_iterations, iterations),
-        "training.compute_dtype": dtype,
-        "training.row_tokens": row_tokens,
-        "training.rows": _unless_set(training.rows, max(1, budget // row_tokens)),
-        "training.remat": _unless_set(training.remat, "linear" if on_cpu else "full"),
-        "training.mesh_fsdp": _mesh_fsdp(training, num_hosts, num_devices, on_cpu),
-    }
-    return settings.replace(config, values)
-
-
-def _mesh_fsdp(training: TrainingConfig, num_hosts: int, num_devices: int, on_cpu: bool) -> int:
-    tensor = training.mesh_tensor
-    alone = num_hosts == 1 and on_cpu and tensor == 1  # a CPU's devices share its cores: no use by themselves
-    fsdp = _unless_set(training.mesh_fsdp, 1 if alone else max(num_devices // tensor, 1))
-    used = fsdp * tensor
-    if used > num_devices or (num_hosts > 1 and used != num_devices):
-        raise ConfigError(
-            f"A mesh of training.mesh_fsdp {fsdp} x training.mesh_tensor {tensor} does not fit the devices",
-            got=f"{num_devices} devices on {num_hosts} host{'s' if num_hosts > 1 else ''}",
-            expected=f"{used} devices" if num_hosts > 1 else f"at least {used}",
-            remedy="Leave training.mesh_fsdp at auto, and choose a mesh_tensor that divides a host's devices",
-        )
-    return fsdp
-
-
-def _unless_set(value: Any, automatic: T) -> T:
-    """`automatic` in place of "auto". Any, because no type checker tells "auto" from the other strings of a setting."""
-    return automatic if value == "auto" else value
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 def run_folder(config: Config) -> pathlib.Path:

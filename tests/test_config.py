@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locojax import settings
-from locojax.config import LEFT_OPEN, Config, load, resolve
+from locojax.config import Config, load
 from locojax.errors import ConfigError
+from locojax.resolving import LEFT_OPEN, resolve
 
 
 def write(folder: pathlib.Path, text: str) -> pathlib.Path:

@@ -15,7 +15,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent / "locojax"
 
 # A room -> the rooms it may import besides itself. BASE is open to all.
-BASE = frozenset({"types", "settings", "config", "errors"})
+BASE = frozenset({"types", "settings", "config", "resolving", "errors"})
 # Parts of the command line, imported by it alone.
 COMMANDS = {"cli_launch", "cli_serve", "cli_compare", "cli_profile", "cli_doctor", "cli_cache", "cli_fit"}
 ROOMS = {
@@ -44,6 +44,7 @@ WITHOUT_JAX = (
     "types",
     "settings",
     "config",
+    "resolving",
     "errors",
     "rollout.request",
     "rollout.pages",

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from make_metrics import step_metrics
 
-from locojax.config import load, resolve
+from locojax.config import load
 from locojax.errors import CheckpointError, ConfigError
 from locojax.hosts import runlog
 from locojax.hosts.metrics import StepMetrics
 from locojax.hosts.phases import PHASES, StepAccount
 from locojax.hosts.report import account_rows, bars, held_out_curve
 from locojax.hosts.runlog import RunLog, read_metrics
+from locojax.resolving import resolve
 from locojax.types import Completion, Group, Prompt, Reward, Rollout
 
 

@@ -12,13 +12,14 @@ import pytest
 from hosts_single import RUNS
 from tiny import write_tiny_model
 
-from locojax.config import load, resolve
+from locojax.config import load
 from locojax.hosts import colocated
 from locojax.hosts.checkpoint import Checkpoints
 from locojax.hosts.group import Group
 from locojax.hosts.launch import launch
 from locojax.hosts.single_orders import Orders
 from locojax.measure.timeline import Timeline
+from locojax.resolving import resolve
 
 HERE = pathlib.Path(__file__).parent
 

@@ -215,7 +215,7 @@ class Checkpoints:
                 unfinished = self._seal(step).with_suffix(".tmp")
                 unfinished.write_text(json.dumps(_sums(self.folder / str(step))))
                 os.replace(unfinished, self._seal(step))
-        except Exception as error:  # raised by `wait`: a thread has nobody to raise it to
+        except Exception as error:  # orbax's storage has no common error; `wait` raises it in its caller's thread
             self._error = error
 
     def _seal(self, step: int) -> pathlib.Path:

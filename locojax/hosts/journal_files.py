@@ -351,7 +351,7 @@ class _Syncer:
                 until, self._is_awaited = self._asked, False
             try:
                 self._work()
-            except Exception as error:  # raised by the next call: a thread has nobody to raise it to
+            except Exception as error:  # storage drivers have no common error; the next call raises it
                 self.fail(error)
                 return
             last = time.monotonic()

@@ -14,6 +14,7 @@ from locojax.models.hub import LoadedModel, load_model
 from locojax.models.lora import adapter_parameters
 from locojax.models.spec import ModelSpec, num_parameters
 from locojax.models.spec import count as count_parameters
+from locojax.resolving import resolve
 from locojax.rl.datasets import Template, encode_prompts, fit_prompts
 from locojax.rl.sources import load_source
 from locojax.training.platform import auto_dtype
@@ -73,7 +74,7 @@ def prepare(config: Config, begin: Callable[[str, str], None]) -> Prepared:
     if held_out:
         held_out, more = fit_prompts(encode_prompts(held_out, encode, chat), longest, data.long_prompts)
         dropped += more
-    resolved = config_module.resolve(
+    resolved = resolve(
         config,
         platform=jax.default_backend(),
         model_context=model.spec.max_context,

@@ -110,7 +110,7 @@ def _serve(
             pipe.send(("yield", result))
     except LocoError as error:
         pipe.send(("raise", error))
-    except Exception:  # a mistake of this program's own, which must reach a screen
+    except Exception:  # a bug here: this process has no screen any more, so its trace goes to the one that has
         pipe.send(("raise", RuntimeError(traceback.format_exc())))
     else:
         pipe.send(("done", None))

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from locojax.models import sharding
 from locojax.models.sharding import FSDP
 from locojax.training import sharded
 from locojax.training.losses import Options
-from locojax.training.placement import Placement
+from locojax.training.placement import OneDevice, Placement
 from locojax.training.programs import Fixed, Hyper, MicroBatch, Outputs, ProgramSpec, Tree, Updated
-from locojax.training.sharded import Over
+from locojax.training.sharded import Gather, Over
 
 
 class OverMesh(Placement):
@@ -124,6 +124,15 @@ class OverMesh(Placement):
             ),
             batch,
         )
+
+
+def placement_of(program: ProgramSpec, gather: Gather | Literal["auto"], mesh: Mesh | None) -> Placement:
+    """Where a trainer's programs run: on one device, or over the mesh."""
+    if mesh is None:
+        return OneDevice()
+    if gather == "auto":
+        gather = "step" if mesh.devices.flat[0].platform == "cpu" else "layer"
+    return OverMesh(program, Over(mesh, gather))
 
 
 def _local_rows(array: Any) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 
 from locojax.models.lora import HEAD, LoraSpec, adapter_parameters
 from locojax.models.spec import ModelSpec
-from locojax.training.trainer import check_same
+from locojax.training.saved_state import check_same
 
 RANK_AXIS: Mapping[str, int] = {"a": -1, "b": -2}
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from locojax.errors import CheckpointError, ConfigError, LocoError, RequestError
+from locojax.errors import ConfigError, LocoError, RequestError
 from locojax.models import lora as lora_module
 from locojax.models import sharding
 from locojax.models.attention import Kernel, kernel_of
@@ -38,12 +38,12 @@ from locojax.training.agreement import Agree, Counts, agreed
 from locojax.training.inputs import Checked, check_data
 from locojax.training.losses import Loss, LossConfig, Options, find_loss, read_options
 from locojax.training.microbatch import Score, assemble, micro_batches
-from locojax.training.over_mesh import OverMesh
-from locojax.training.placement import OneDevice, Placement
+from locojax.training.over_mesh import placement_of
 from locojax.training.plan import Plan, planned, replanned
 from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, MicroBatch, ProgramSpec, Tree
-from locojax.training.sharded import Gather, Over
+from locojax.training.saved_state import check_same
+from locojax.training.sharded import Gather
 from locojax.types import AdamParams, Datum, ForwardBackwardResult, OptimStepResult
 
 What = Literal["gradient", "forward", "reference"]
@@ -141,7 +141,7 @@ class Trainer:
             raise ConfigError(
                 "A trainer over several processes needs a way for them to agree", remedy="Give it agree=Group.agree"
             )
-        self._placement = _placement(self.program, settings, mesh)
+        self._placement = placement_of(self.program, settings.gather, mesh)
         self._trainable: Tree
         self._frozen: Tree = None
         if lora is None:
@@ -443,26 +443,3 @@ class Trainer:
 
 def no_phase(name: str) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-def _placement(program: ProgramSpec, settings: TrainerSettings, mesh: Mesh | None) -> Placement:
-    if mesh is None:
-        return OneDevice()
-    gather = settings.gather
-    if gather == "auto":
-        gather = "step" if mesh.devices.flat[0].platform == "cpu" else "layer"
-    return OverMesh(program, Over(mesh, gather))
-
-
-def check_same(own: Tree, given: Tree, name: str) -> None:
-    """Raises CheckpointError unless both trees have the same leaves, by path and shape."""
-    own_leaves = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(own)}
-    leaves = {jax.tree_util.keystr(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(given)}
-    for path in sorted(own_leaves | leaves):
-        if own_leaves.get(path) != leaves.get(path):
-            raise CheckpointError(
-                f"The checkpoint's {name}{path} does not belong to this trainer",
-                got=f"shape {leaves[path]}" if path in leaves else "nothing",
-                expected=f"shape {own_leaves[path]}" if path in own_leaves else "nothing",
-                remedy="Resume with the model and LoRA settings that the checkpoint was written with",
-            )
