@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import collections
 import importlib.util
+import pathlib
+import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -122,6 +126,67 @@ def test_a_board_out_of_reach_is_host_0_missing():
         "Host 0 of 3 is missing: it has given no sign of life for 31 s, and was last seen in phase 'train'. "
         "This host, 1, was in phase 'decode'."
     )
+
+
+def test_a_coordinator_that_does_not_answer_is_told_from_a_host_that_is_missing():
+    watching, clock = watch(rank=0)
+    watching.saw(signs(1))
+    clock.now += 31
+    assert str(watching.verdict("decode", None)).startswith(
+        "The coordinator of this run, a process that host 0 keeps, has not answered for 31 s. "
+        "This host, 0, was in phase 'decode'."
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_time_in_which_this_process_did_not_run_is_no_silence(rank):
+    watching, clock = watch(rank=rank)
+    watching.saw(signs(1))
+    clock.now += 40
+    watching.held_up(39.0)
+    assert watching.verdict("decode", None) is None
+    clock.now += 28
+    assert watching.verdict("decode", None) is None  # 29 s that count
+    watching.saw(signs(1))
+    clock.now += 2
+    assert str(watching.verdict("decode", None)).startswith(f"Host {1 - rank} of 3 is missing: it has given no sign")
+    watching.held_up(1000.0)
+    watching.saw(signs(2))
+    assert watching.verdict("decode", None) is None
+
+
+STOPPED = """
+import itertools, threading, time
+from locojax.hosts.watch import Sign, Watch, Watchdog
+class Board(dict):
+    put = dict.__setitem__
+    def read(self, folder):
+        return {key.rpartition("/")[2]: value for key, value in self.copy().items()}
+board, verdicts = Board(), []
+def live():
+    for beat in itertools.count():
+        board.put("signs/0", Sign(beat, 0, "decode").encode())
+        time.sleep(0.02)
+threading.Thread(target=live, daemon=True).start()
+dog = Watchdog(Watch(1, 2, silence_seconds=0.5, deadline_seconds=600), board, verdicts.append)
+print("ready", flush=True)
+for _ in iter(input, "end"):
+    print(verdicts, flush=True)
+"""
+
+
+def test_a_process_that_was_stopped_hears_the_others_before_it_judges():
+    command, pipe, root = [sys.executable, "-c", STOPPED], subprocess.PIPE, pathlib.Path(__file__).parents[1]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=root) as child:
+        assert child.stdin and child.stdout and child.stdout.readline() == "ready\n"
+        for _ in range(4):
+            child.send_signal(signal.SIGSTOP)
+            time.sleep(0.7)
+            child.send_signal(signal.SIGCONT)
+            time.sleep(0.3)
+        child.stdin.write("?\nend\n")
+        child.stdin.close()
+        assert child.stdout.readline() == "[]\n"
 
 
 def test_a_host_that_failed_is_quoted_at_once():

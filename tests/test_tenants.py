@@ -11,6 +11,7 @@ from tenant_models import LORA_A, LORA_B, TENANTS, base, drawn_state, run, tenan
 from test_trainer import SETTINGS, SPEC, close, rollouts
 
 from locojax.errors import CapacityError, CheckpointError, ConfigError, RequestError
+from locojax.models.executables import Executables
 from locojax.models.lora import LoraSpec
 from locojax.training import tenant_programs
 from locojax.training.losses import LOSSES
@@ -205,15 +206,22 @@ def test_a_step_without_a_gradient_changes_nothing():
     assert bits(trainer.state("a")) == before
 
 
-def test_no_program_is_compiled_after_warming_up():
-    """Whatever the mix of losses, settings, lengths and models."""
+def test_no_program_is_made_after_warming_up(monkeypatch):
+    """Whatever the mix of losses, settings, lengths and models: neither compiled nor read from an earlier run's."""
     own_shapes = dataclasses.replace(TENANTS, rows=2, max_adapters=4)  # no other test has compiled for these
     trainer = TenantTrainer(SPEC, base(), own_shapes)
     trainer.warm_up()
     assert not any(leaf.any() for leaf in jax.tree.leaves(trainer._bank))
-    compiled: list[str] = []
+    made: list[str] = []
+    begin = Executables.begin
+
+    def counted(self, name, *args):
+        made.append(name)
+        return begin(self, name, *args)
+
+    monkeypatch.setattr(Executables, "begin", counted)
     jax.monitoring.register_event_duration_secs_listener(
-        lambda name, seconds, **_: compiled.append(name) if name == COMPILED else None
+        lambda name, seconds, **_: made.append(name) if name == COMPILED else None
     )
     try:
         trainer.create("a", LORA_A, 0)
@@ -231,9 +239,11 @@ def test_no_program_is_compiled_after_warming_up():
             trainer.restore("a", trainer.state("a"), optimizer=True)
             trainer.adapter("b")
         trainer.remove("b")
-        assert not compiled
+        assert not made
         run(trainer, trainer.begin("a", wide(rollouts()[:2], 2), "cross_entropy"))
-        assert compiled, "compilations are not counted"
+        assert any(name.startswith("tenants-") for name in made), "programs are not counted"
+        jax.jit(lambda x: x * 2 + len(made))(np.arange(3.0)).block_until_ready()  # too small for any cache on disk
+        assert COMPILED in made, "compilations are not counted"
     finally:
         jax.monitoring.clear_event_listeners()
     with pytest.raises(ConfigError, match="needs every slot free. Got: 2 models"):

@@ -1,8 +1,8 @@
 """Who is alive, and how long this host has waited: signs of life between hosts, and the deadline of every wait. No jax.
 
-Each host puts a `Sign` on a board that all can read, every `BEAT_SECONDS`. A `Watchdog` reads those of the others and
-ends this process, with a message that names the host and the phase, when going on is impossible: a thread inside a
-collective can't be interrupted any other way.
+Each host puts a `Sign` on a board that all can read, every `BEAT_SECONDS` or sooner. A `Watchdog` reads those of the
+others and ends this process, with a message that names the host and the phase, when going on is impossible: a thread
+inside a collective can't be interrupted any other way.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Wait:
 
 
 class Watch:
-    """Judges from signs whether the run can go on. No threads, no board: see `Watchdog`.
+    """Judges from signs whether the run can go on. Starts no threads, has no board: see `Watchdog`.
 
     Args:
       silence_seconds: a host that gives no sign for longer is dead.
@@ -84,21 +84,35 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.rank, self.size, self.clock = rank, size, clock
-        self._silence, self._deadline = silence_seconds, deadline_seconds
+        self.silence_seconds, self._deadline = silence_seconds, deadline_seconds
         start = clock()
         self._signs: dict[int, Sign] = {}
         self._heard = {other: start for other in range(size) if other != rank}
         self._read = start
+        self._changed = threading.Lock()
 
     def saw(self, signs: Mapping[int, Sign]) -> None:
         """The board was read: what it holds of each host."""
-        self._read = self.clock()
-        for other, sign in signs.items():
-            if other in self._heard and self._signs.get(other) != sign:
-                self._signs[other], self._heard[other] = sign, self._read
+        now = self.clock()
+        with self._changed:
+            for other, sign in signs.items():
+                if other in self._heard and self._signs.get(other) != sign:
+                    self._signs[other], self._heard[other] = sign, now
+            self._read = now
+
+    def held_up(self, seconds: float) -> None:
+        """This process did not run for so long, and could hear nobody: that is no silence of the others."""
+        now = self.clock()
+        with self._changed:
+            self._read = min(self._read + seconds, now)
+            self._heard = {other: min(heard + seconds, now) for other, heard in self._heard.items()}
 
     def verdict(self, phase: str, wait: Wait | None) -> LocoError | None:
         """Why the run can't go on, or None. `phase`: what this host is doing."""
+        with self._changed:
+            return self._verdict(phase, wait)
+
+    def _verdict(self, phase: str, wait: Wait | None) -> LocoError | None:
         here = f"This host, {self.rank}, was in phase '{phase}'"
         if wait is not None:
             waited = self.clock() - wait.since
@@ -106,19 +120,24 @@ class Watch:
         for other, sign in self._signs.items():
             if sign.ended:
                 return HostError(f"Host {other} of {self.size} ended: {sign.ended.rstrip('.')}. {here}")
-        if (silent := self.clock() - self._read) > self._silence:
-            # Host 0 keeps the board.
-            return self._missing(0, silent, here)
+        if (silent := self.clock() - self._read) > self.silence_seconds:
+            return self._missing(0, silent, here) if self.rank else self._no_board(silent, here)
         for other, heard in self._heard.items():
             last = self._signs.get(other)
             done = last is not None and last.ended is not None
-            if not done and (silent := self.clock() - heard) > self._silence:
+            if not done and (silent := self.clock() - heard) > self.silence_seconds:
                 return self._missing(other, silent, here)
-            if done and wait is not None and self.clock() - heard > self._silence:
+            if done and wait is not None and self.clock() - heard > self.silence_seconds:
                 return HostError(f"Host {other} of {self.size} is done, and this one isn't. {here}")
         if wait is not None and (waited := self.clock() - wait.since) > self._deadline:
             return self._late(wait, waited)
         return None
+
+    def _no_board(self, silent: float, here: str) -> DeadlineError:
+        return DeadlineError(
+            f"The coordinator of this run, a process that host 0 keeps, has not answered for {silent:.0f} s. {here}",
+            remedy="If that process was ended from outside, see to it; continue with --resume",
+        )
 
     def _missing(self, other: int, silent: float, here: str) -> DeadlineError:
         sign = self._signs.get(other)
@@ -148,6 +167,7 @@ class Watchdog:
 
     def __init__(self, watch: Watch, board: Board, end: Callable[[LocoError], None]):
         self._watch, self._board, self._end = watch, board, end
+        self._beat_seconds = min(BEAT_SECONDS, watch.silence_seconds / 5)  # a silence is several beats long
         self._changed = threading.Lock()
         self._phase, self._num_meetings, self._num_beats = "start", 0, 0
         self._wait: Wait | None = None
@@ -191,7 +211,7 @@ class Watchdog:
         return Sign(self._num_beats, self._num_meetings, self._phase, ended)
 
     def _beat(self) -> None:
-        while not self._stopping.wait(BEAT_SECONDS):
+        while not self._stopping.wait(self._beat_seconds):
             try:
                 self._board.put(f"{SIGNS}/{self._watch.rank}", self._sign().encode())
                 signs = {int(rank): Sign.decode(text) for rank, text in self._board.read(SIGNS).items()}
@@ -200,10 +220,18 @@ class Watchdog:
             self._watch.saw(signs)
 
     def _judge(self) -> None:
-        while not self._stopping.wait(BEAT_SECONDS):
+        due = self._watch.clock() + self._beat_seconds
+        while not self._stopping.wait(self._beat_seconds):
+            late = self._watch.clock() - due
+            if late > self._beat_seconds:
+                # The machine was busy elsewhere, or this process stopped: let `_beat` run before anything is judged.
+                self._watch.held_up(late)
+                if self._stopping.wait(self._beat_seconds):
+                    return
             with self._changed:
                 wait = self._wait
             verdict = self._watch.verdict(self._phase, wait)
             if verdict is not None and not self._stopping.is_set():
                 self._end(verdict)
                 return
+            due = self._watch.clock() + self._beat_seconds
