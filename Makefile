@@ -28,6 +28,10 @@ COOKBOOK_NEEDS = "tinker==0.38.0" "torch==2.13.0" aiohttp anyio blobfile chz clo
   math-verify numpy pillow pydantic pylatexenc pyrage rich safetensors sympy termcolor tiktoken tqdm \
   "transformers>=4.57.6" tml-renderers
 
+# Files of tests are shared out to a process a core. One process, to see what a test prints: make test WORKERS=0
+WORKERS ?= auto
+PYTEST = $(VENV)/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test test-core crash-test test-postgres lint conformance recipes recipes-quick clean
 .DEFAULT_GOAL = demo
 
@@ -35,13 +39,13 @@ demo: $(VENV)/.ready-to-run
 	@$(VENV)/bin/locojax $(LAUNCH)demo
 
 test: $(VENV)/.ready-to-test
-	@$(VENV)/bin/python -m pytest -q --durations=10
+	@$(PYTEST) --durations=10
 
 # What an older Python and its jax could break first: models, engine, trainer, the loop.
 CORE = golden decoder logprobs losses weights* tokenizer packing trainer trainer_steps executables rollout_engine \
   rollout_sampling colocated config cli imports serving_loop wire_requests service
 test-core: $(VENV)/.ready-to-test
-	@$(VENV)/bin/python -m pytest -q --durations=5 -m "not extended" $(wildcard $(CORE:%=tests/test_%.py))
+	@$(PYTEST) --durations=5 -m "not extended" $(wildcard $(CORE:%=tests/test_%.py))
 
 test-postgres: $(VENV)/.ready-to-test
 	@$(VENV)/bin/python tests/with_postgres.py $(VENV)/bin/python -m pytest -q $(wildcard tests/test_service*.py)

@@ -46,6 +46,20 @@ MANY_MAPS = 15_000
 """A compiled program takes dozens of memory mappings, and Linux lets a process have 65,530: beyond them XLA crashes."""
 
 
+LONGEST_FIRST = (
+    "test_conformance", "test_hosts", "test_colocated", "test_kernels", "test_single_controller", "test_fit",
+    "test_crash", "test_journal_resume", "test_pipelined", "test_cli_serve",
+)  # fmt: skip
+"""Files that take longest, so that none of them begins when the rest is nearly done: a process of several takes a file
+at a time."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, all others in their order."""
+    rank = {name: n for n, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def programs_are_let_go(request: pytest.FixtureRequest) -> Iterator[None]:
     """After a file's tests, if there are many, drops what jax and the file's own caches hold of compiled programs."""

@@ -353,7 +353,7 @@ class Engine:
         if self._cache is None:
             new_cache = partial(self._layout.new_cache, self.spec, self._shape, self.settings.dtype)
             self._cache = self.compiler.apply(new_cache)
-        elif moves.shape is not None:
+        elif resize != Moves():
             self._cache = self.compiler.apply(partial(self._layout.move, moves=resize), self._cache)
         return plan
 
@@ -383,7 +383,7 @@ class Engine:
         for request_id, score in scores.items():
             self._requests[request_id].scores = score
         jax.block_until_ready(self._cache["last"])
-        self._stats.num_prompt_tokens += sum(len(p.tokens) for p in plan.prompts)
+        self._stats.num_prompt_tokens += sum(len(p.tokens) - p.block.num_stem for p in plan.prompts)
         self._stats.prefill_seconds += time.perf_counter() - start
 
     def _keep(self, cache: Cache) -> None:

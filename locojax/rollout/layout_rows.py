@@ -27,7 +27,10 @@ from locojax.rollout.pages import Moves, PromptBlock, Shape, SlotBlock, power_of
 from locojax.rollout.prefill import Packed
 
 COPIES = 256
-"""Pages that one program run copies into rows."""
+"""Pages that one program run copies, into rows or for a prompt that continues another."""
+
+CONTEXT = 1024
+"""Tokens that a program for a prompt's next chunk finds stored, at most; beyond them four times as many, and so on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,7 @@ class RowsLayout:
     num_pages: int
     page_size: int
     max_prompts: int  # stored by one prefill program
+    max_context: int
 
     pins_shapes = True
 
@@ -74,7 +78,13 @@ class RowsLayout:
         return {**cache, "prompts": part["layers"], "last": part["last"]}
 
     def move(self, cache: Cache, moves: Moves) -> Cache:
-        layers = cache["layers"]
+        layers, prompts = cache["layers"], cache["prompts"]
+        for start in range(0, len(moves.stem_copies), COPIES):
+            copies = np.zeros((COPIES, 2), np.int32)
+            some = moves.stem_copies[start : start + COPIES]
+            copies[: len(some)] = some
+            count = np.asarray(len(some), np.int32)
+            prompts = [_copy_pages(_placed_all(pages), copies, count) for pages in prompts]
         if moves.shape is not None:
             shape, sizes = moves.shape, tuple(self._sizes(moves.shape.capacity))
             old = layers[0][0][0].shape[0]
@@ -86,9 +96,9 @@ class RowsLayout:
             copies, bounds = self._in_order(moves.row_copies[start : start + COPIES], lengths)
             layers = [
                 _copy_into_rows(_placed_all(layer), _placed_all(pages), copies, bounds)
-                for layer, pages in zip(layers, cache["prompts"], strict=True)
+                for layer, pages in zip(layers, prompts, strict=True)
             ]
-        return {**cache, "layers": layers}
+        return {**cache, "layers": layers, "prompts": prompts}
 
     def _in_order(
         self, copies: Sequence[tuple[int, int, int]], sizes: Sequence[int]
@@ -111,7 +121,7 @@ class RowsLayout:
         ordered = sorted(shapes, key=dataclasses.astuple)
         for before in ordered:
             cache = self.new_cache(one_layer, before, dtype)
-            cache = self.move(cache, Moves(row_copies=((0, 0, 0),)))
+            cache = self.move(cache, Moves(stem_copies=((0, 0),), row_copies=((0, 0, 0),)))
             for after in ordered:
                 if after != before:
                     self.move(cache, Moves(after, (0,) * after.rows))
@@ -136,6 +146,8 @@ class RowsLayout:
         for n, (block, where) in enumerate(zip(blocks, packed.source, strict=True)):
             end = at + len(where)
             source[0, at:end], pages[:, at:end], last[n] = where, self._positions(block, 0, len(where)), where[-1]
+            shared = block.num_stem // self.page_size * self.page_size
+            pages[:, at : at + shared] = self.num_pages  # another prompt's: nobody writes there
             at = end
         return source, last, Destination(entry, pages)
 
@@ -157,7 +169,12 @@ class RowsLayout:
         return np.stack([np.asarray(block.pages, np.int32)[at // self.page_size], at % self.page_size]).astype(np.int32)
 
     def prompt_capacity(self, num_tokens: int, shape: Shape) -> int:
-        return self.page_size * power_of_two(-(-num_tokens // self.page_size))
+        """Few sizes: each is a program to compile, and twice the room costs a chunk a tenth of its time."""
+        capacity = CONTEXT
+        while capacity < num_tokens:
+            capacity *= 4
+        most = min(capacity, power_of_two(self.max_context))
+        return self.page_size * -(-most // self.page_size)
 
     def decode(self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         position = tables.prompt_len + own
@@ -212,6 +229,20 @@ def _resize_rows(layer: Any, source: Array, sizes: tuple[int, ...]) -> Any:
         return (*kept, *empty)
 
     return tuple(map(one, layer))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _copy_pages(pages: Any, copies: Array, count: Array) -> Any:
+    """Pages copied within a layer's prompts: copies i32[COPIES, 2] (from, to), of which the first `count` are made."""
+
+    def one(x: Array) -> Array:
+        def copy(i: Array, x: Array) -> Array:
+            page = jax.lax.dynamic_index_in_dim(x, copies[i, 0])
+            return jax.lax.dynamic_update_index_in_dim(x, page, copies[i, 1], 0)
+
+        return jax.lax.fori_loop(jnp.int32(0), count, copy, x)
+
+    return jax.tree.map(one, pages)
 
 
 @partial(jax.jit, donate_argnums=0)

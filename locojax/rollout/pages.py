@@ -32,6 +32,7 @@ class PromptBlock:
     index: int  # its row among the entries
     pages: list[int]
     users: int = 0
+    num_stem: int = 0  # of its tokens, the first ones: found in another prompt, whose whole pages it shares
 
 
 @dataclasses.dataclass(eq=False)
@@ -160,12 +161,14 @@ class Moves:
 
     shape: Shape | None = None
     source_rows: tuple[int, ...] | None = None
+    stem_copies: tuple[tuple[int, int], ...] = ()  # (from page, to page), before anything is computed
     page_copies: tuple[tuple[int, int], ...] = ()  # (from, to)
     row_copies: tuple[tuple[int, int, int], ...] = ()  # (page, to row, as the row's page number)
 
     def split(self) -> tuple[Moves, Moves]:
-        """(what changes shapes, what copies prompts: that comes after they are computed)."""
-        return Moves(self.shape, self.source_rows), Moves(None, None, self.page_copies, self.row_copies)
+        """(what comes before prompts are computed, what copies them and so comes after)."""
+        first = Moves(self.shape, self.source_rows, self.stem_copies)
+        return first, Moves(page_copies=self.page_copies, row_copies=self.row_copies)
 
 
 @runtime_checkable
@@ -204,6 +207,16 @@ class KvMemory(Protocol):
 
     def settle(self, *, shrink: bool, final_capacity: int) -> Moves | None:
         """Fixes shapes and rows before the device runs. `shrink`: fewer rows are wanted if they do."""
+
+
+@runtime_checkable
+class ContinuesPrompts(Protocol):
+    """A KV memory in which a prompt may share the beginning of another one."""
+
+    def continue_prompt(self, stem: PromptBlock, num_stem: int, num_tokens: int) -> PromptBlock:
+        """Room for a prompt whose first `num_stem` tokens are those of `stem`, which has been computed.
+
+        Raises CapacityError."""
 
 
 class ContiguousMemory:

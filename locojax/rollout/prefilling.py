@@ -13,7 +13,7 @@ from locojax.models.decoder import Params
 from locojax.models.executables import Program
 from locojax.models.lora import Adapters
 from locojax.rollout import programs, sampling
-from locojax.rollout.layouts import Cache, Layout
+from locojax.rollout.layouts import Cache, Destination, Layout
 from locojax.rollout.pages import PromptBlock, Shape, power_of_two
 from locojax.rollout.prefill import batches, common_header, pack, pack_pinned, pinned_rows
 from locojax.rollout.scheduler import NewPrompt
@@ -21,6 +21,9 @@ from locojax.types import MASKED_LOGPROB, SampleRequest
 
 SCORE_TILE = 64
 """Prompt positions whose logits exist at one time."""
+
+CHUNKS = (64, 256)
+"""Where shapes are pinned: tokens of the chunks, besides the budget, in which a prompt that continues another goes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Prefiller:
 
     def __init__(self, compiler: programs.Compiler, layout: Layout, budget: int, max_prompts: int):
         self._compiler, self._layout, self._budget, self._max_prompts = compiler, layout, budget, max_prompts
+        small = CHUNKS if layout.pins_shapes else ()
+        self._chunk_sizes = (*(size for size in small if size < budget), budget)
 
     def run(
         self,
@@ -83,12 +88,8 @@ class Prefiller:
         """
         scores: dict[str, PromptScores] = {}
         for adapter in dict.fromkeys(p.adapter for p in prompts):
-            ours = [p for p in prompts if p.adapter == adapter]
-            header = common_header([p.tokens for p in ours])
-            most = self._max_prompts if self._layout.pins_shapes else None
-            for batch in batches([len(p.tokens) for p in ours], self._budget, header, most):
-                chosen = [ours[n] for n in batch]
-                if len(chosen) == 1 and len(chosen[0].tokens) > self._budget:
+            for chosen, in_chunks in self._batches([p for p in prompts if p.adapter == adapter]):
+                if in_chunks:
                     cache, hidden = self._chunks(loaded, cache, shape, chosen[0], keep)
                 else:
                     cache, hidden = self._packed(loaded, cache, shape, chosen, keep)
@@ -97,6 +98,31 @@ class Prefiller:
                         wanted = asked[prompt.scored_for]
                         scores[prompt.scored_for] = self._score(loaded, wanted, states)
         return scores
+
+    def _batches(self, prompts: Sequence[NewPrompt]) -> list[tuple[list[NewPrompt], bool]]:
+        """What is computed by one program, and what in chunks of its own: a prompt beyond the budget, or one that
+        continues another, unless all of these together take fewer tokens from their beginnings."""
+        continued = [p for p in prompts if p.block.num_stem]
+        if continued:
+            header = common_header([p.tokens for p in continued])
+            together = header + sum(len(p.tokens) - header for p in continued)
+            if sum(sum(self._chunks_of(p)) for p in continued) > together <= self._budget:
+                continued = []
+        whole = [p for p in prompts if p not in continued]
+        header = common_header([p.tokens for p in whole])
+        most = self._max_prompts if self._layout.pins_shapes else None
+        found = []
+        for batch in batches([len(p.tokens) for p in whole], self._budget, header, most):
+            chosen = [whole[n] for n in batch]
+            found.append((chosen, len(chosen) == 1 and len(chosen[0].tokens) > self._budget))
+        return found + [([p], True) for p in continued]
+
+    def _chunks_of(self, prompt: NewPrompt) -> list[int]:
+        """The sizes of the chunks in which a prompt is computed, the last one's with its padding."""
+        left = len(prompt.tokens) - prompt.block.num_stem
+        whole, rest = divmod(left, self._budget)
+        last = [next(size for size in self._chunk_sizes if size >= rest)] if rest else []
+        return [self._budget] * whole + last
 
     def _packed(
         self, loaded: Loaded, cache: Cache, shape: Shape, prompts: Sequence[NewPrompt], keep: Callable[[Cache], None]
@@ -139,6 +165,16 @@ class Prefiller:
                 (packed.tokens, packed.positions, packed.until), source, last, to, np.zeros(1, np.int32),
             )  # fmt: skip
             prepared.append(program)
+        nothing, count = Shape(), np.zeros((), np.int32)
+        for T in self._chunk_sizes:
+            P = self._layout.prompt_capacity(T, nothing)
+            prompt = NewPrompt(PromptBlock(1, 0, [0]), (0,), 0, None)
+            key, tokens, to = self._chunk(loaded, nothing, prompt, 0, 1, (T, P))
+            program = self._compiler.prepare(
+                "prefill_chunk", key, loaded.weights, loaded.adapters, part, tokens, count, count, to,
+                np.zeros(1, np.int32),
+            )  # fmt: skip
+            prepared.append(program)
         tile = jax.ShapeDtypeStruct((SCORE_TILE, D), cache["last"].dtype)
         rows = programs.ScoreRows(
             np.zeros((SCORE_TILE, 1), np.int32), np.zeros(SCORE_TILE, np.int32), np.float32(1),
@@ -152,15 +188,12 @@ class Prefiller:
     def _chunks(
         self, loaded: Loaded, cache: Cache, shape: Shape, prompt: NewPrompt, keep: Callable[[Cache], None]
     ) -> tuple[Cache, list[np.ndarray | None]]:
-        T, length = self._budget, len(prompt.tokens)
+        length, start = len(prompt.tokens), prompt.block.num_stem
         P = self._layout.prompt_capacity(length, shape)
-        key = (loaded.signature, P, T) if self._layout.pins_shapes else (loaded.signature, shape, P, T)
         states = []
-        for start in range(0, length, T):
+        for T in self._chunks_of(prompt):
             count = min(T, length - start)
-            tokens = np.zeros((1, T), np.int32)
-            tokens[0, :count] = prompt.tokens[start : start + count]
-            to = self._layout.place_chunk(prompt.block, start, count, T, P)
+            key, tokens, to = self._chunk(loaded, shape, prompt, start, count, (T, P))
             part, hidden = self._compiler.call(
                 "prefill_chunk", key, loaded.weights, loaded.adapters, self._layout.prefill_part(cache),
                 tokens, np.asarray(start, np.int32), np.asarray(count, np.int32), to,
@@ -170,7 +203,18 @@ class Prefiller:
             keep(cache)
             if prompt.scored_for is not None:
                 states.append(np.asarray(hidden)[:count])
+            start += count
         return cache, [np.concatenate(states) if states else None]
+
+    def _chunk(
+        self, loaded: Loaded, shape: Shape, prompt: NewPrompt, start: int, count: int, size: tuple[int, int]
+    ) -> tuple[Any, np.ndarray, Destination]:
+        """The program's key, i32[1, T] tokens and destination of a chunk; size: (T, P)."""
+        T, P = size
+        key = (loaded.signature, P, T) if self._layout.pins_shapes else (loaded.signature, shape, P, T)
+        tokens = np.zeros((1, T), np.int32)
+        tokens[0, :count] = prompt.tokens[start : start + count]
+        return key, tokens, self._layout.place_chunk(prompt.block, start, count, T, P)
 
     def _score(self, loaded: Loaded, asked: Asked, states: np.ndarray) -> PromptScores:
         """states [P, D] -> scores; the state at i-1 predicts token i. In tiles, so that logits stay [tile, V]."""

@@ -32,10 +32,30 @@ class RowsMemory(PagedPrompts):
         self.rows = Rows(tuple(self.capacities))
         self.shape = Shape()
         self._uncopied: list[SlotBlock] = []
+        self._stem_copies: list[tuple[int, int]] = []  # pages begun by another prompt: (its page, ours)
 
     def shapes(self) -> list[Shape]:
         """Every shape that the arrays may have."""
         return [Shape(self.max_entries, 0, rows, capacity) for rows, capacity in self.capacities.items()]
+
+    def continue_prompt(self, stem: PromptBlock, num_stem: int, num_tokens: int) -> PromptBlock:
+        """See `ContinuesPrompts`. Whole pages are shared, and nobody writes to them; of a page that the two have in
+        part in common the new prompt gets a copy, until which it holds the original too."""
+        block = self.open_prompt(num_tokens - num_stem // self.page_size * self.page_size)
+        shared, begun = stem.pages[: num_stem // self.page_size], num_stem % self.page_size
+        self.pool.share(shared)
+        if begun:
+            source = stem.pages[len(shared)]
+            self.pool.share([source])
+            self._stem_copies.append((source, block.pages[0]))
+        block.num_tokens, block.num_stem, block.pages = num_tokens, num_stem, [*shared, *block.pages]
+        return block
+
+    def close_prompt(self, block: PromptBlock) -> None:
+        for source, to in [copy for copy in self._stem_copies if copy[1] in block.pages]:
+            self._stem_copies.remove((source, to))
+            self.pool.release([source])
+        super().close_prompt(block)
 
     def open_slot(self, prompt: PromptBlock) -> SlotBlock:
         slot = SlotBlock(prompt, -1, [])
@@ -71,6 +91,8 @@ class RowsMemory(PagedPrompts):
         new, self._uncopied = self._uncopied, []
         for slot in new:
             slot.prompt.users -= 1
+        stems, self._stem_copies = tuple(self._stem_copies), []
+        self.pool.release(source for source, _ in stems)  # given to nobody before the copies are made
         count = len(self.rows.blocks)
         if not count:
             return None
@@ -84,9 +106,9 @@ class RowsMemory(PagedPrompts):
         copies = tuple((page, slot.row, j) for slot in new for j, page in enumerate(slot.prompt.pages))
         shape = Shape(self.max_entries, 0, target, self.capacities[target])
         if shape == self.shape:
-            return Moves(row_copies=copies) if copies else None
+            return Moves(stem_copies=stems, row_copies=copies) if copies or stems else None
         self.shape = shape
-        return Moves(shape, None if source is None else tuple(source), row_copies=copies)
+        return Moves(shape, None if source is None else tuple(source), stem_copies=stems, row_copies=copies)
 
     def _longest(self) -> int:
         return max((slot.prompt.num_tokens + slot.capacity for slot in self.rows.blocks.values()), default=0)

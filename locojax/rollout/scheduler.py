@@ -14,17 +14,22 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from locojax.errors import CapacityError
-from locojax.rollout.pages import KvMemory, PromptBlock
+from locojax.rollout.pages import ContinuesPrompts, KvMemory, PromptBlock
 from locojax.rollout.request import Sample
 
 WORTH_SHRINKING = 32
 """With no more tokens than this to come, a ragged tail runs in the rows it has: fewer rows are one more program to
 compile, which takes as long as some tens of iterations."""
 
+WORTH_CONTINUING = 64
+"""A prompt is continued from another one if it saves so many tokens, and half of all: each is a program run of its
+own, while whole prompts are computed together."""
+
 
 @dataclasses.dataclass(frozen=True)
 class NewPrompt:
-    """A prompt to compute and store. `scored_for`: the request that wants its log-probs, if one does.
+    """A prompt to compute and store, from token `block.num_stem` on. `scored_for`: the request that wants its
+    log-probs, if one does.
 
     Example: NewPrompt(block, (1, 9690, 198), adapter=0, scored_for=None)
     """
@@ -103,12 +108,15 @@ class Scheduler:
         self._prefix_cache = prefix_cache
         self._prefixes: OrderedDict[tuple[int, tuple[int, ...]], PromptBlock] = OrderedDict()  # least recent first
         self._unshared: set[PromptBlock] = set()  # blocks that the cache doesn't keep
+        self._stems = memory if prefix_cache and isinstance(memory, ContinuesPrompts) else None
+        self._new: set[PromptBlock] = set()  # opened by the last `schedule`, so not computed before it returned
 
     def add(self, samples: Iterable[Sample]) -> None:
         self.waiting.extend(samples)
 
     def schedule(self) -> Schedule:
         """Makes room for the running samples, then admits waiting ones, unless someone had to make way."""
+        self._new.clear()
         preempted = self._make_room()
         prompts = [] if preempted and self.running else self._admit()
         limit = self._limit()
@@ -207,7 +215,7 @@ class Scheduler:
         key, new, scored = sample.prefix_key, None, _wants_hidden(sample)
         block = None if scored else self._prefixes.get(key)
         if block is None:
-            block = self._open_prompt(len(sample.context))
+            block = self._open_prompt(sample.context, None if scored else self._stem_of(*key))
             request = sample.request
             new = NewPrompt(block, sample.context, request.adapter, request.request_id if scored else None)
         else:
@@ -229,12 +237,30 @@ class Scheduler:
             self.num_prefix_hits += 1
             if not sample.tokens:
                 sample.num_cached = len(sample.context)
-        elif self._prefix_cache and key not in self._prefixes:
+            return None
+        self._new.add(block)
+        if not sample.tokens:
+            sample.num_cached = block.num_stem
+        if self._prefix_cache and key not in self._prefixes:
             self._prefixes[key] = block
             block.users += 1
         else:
             self._unshared.add(block)
         return new
+
+    def _stem_of(self, adapter: int, tokens: tuple[int, ...]) -> tuple[PromptBlock, int] | None:
+        """The computed prompt that begins with most of these tokens, and how many: the last turn of a conversation.
+
+        One token at least is left to compute: samples are drawn from what it predicts."""
+        if self._stems is None:
+            return None
+        found, most = None, max(WORTH_CONTINUING, -(-len(tokens) // 2)) - 1
+        for (of, cached), block in self._prefixes.items():
+            if of == adapter and block not in self._new and len(cached) > most < len(tokens) - 1:
+                if cached[: most + 1] == tokens[: most + 1]:
+                    most = min(_num_common(cached, tokens), len(tokens) - 1)
+                    found = block, most
+        return found
 
     def _first_reserve(self, sample: Sample) -> int:
         """Room for what the next run may write, without growing the arrays for a newcomer's sake."""
@@ -243,15 +269,23 @@ class Scheduler:
         limit = self._max_iterations_watched if sample.watched else self._max_iterations
         return min(limit, headroom or limit)
 
-    def _open_prompt(self, num_tokens: int) -> PromptBlock:
-        while True:
-            if self.memory.prefers_eviction() and self._evict():
-                continue
-            try:
-                return self.memory.open_prompt(num_tokens)
-            except CapacityError:
-                if not self._evict():
-                    raise
+    def _open_prompt(self, tokens: Sequence[int], stem: tuple[PromptBlock, int] | None) -> PromptBlock:
+        if stem is not None:
+            stem[0].users += 1  # so that it isn't evicted meanwhile
+        try:
+            while True:
+                if self.memory.prefers_eviction() and self._evict():
+                    continue
+                try:
+                    if stem is not None and self._stems is not None:
+                        return self._stems.continue_prompt(*stem, len(tokens))
+                    return self.memory.open_prompt(len(tokens))
+                except CapacityError:
+                    if not self._evict():
+                        raise
+        finally:
+            if stem is not None:
+                stem[0].users -= 1
 
     def _evict(self) -> bool:
         """Closes the cached prompt that has been unused the longest; False if every one is in use."""
@@ -282,6 +316,11 @@ class Scheduler:
             self._unshared.discard(sample.prompt)
             self.memory.close_prompt(sample.prompt)
         sample.slot = sample.prompt = None
+
+
+def _num_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two prompts begin with alike."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _wants_hidden(sample: Sample) -> bool:

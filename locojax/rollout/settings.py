@@ -109,7 +109,7 @@ def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemo
         context = min(settings.max_context or spec.max_context, spec.max_context)
         rows = RowsMemory(max_tokens, settings.page_size, sizes, max_entries, context)
         if rows.capacities:
-            return rows, RowsLayout(rows.pool.num_pages, settings.page_size, settings.max_slots)
+            return rows, RowsLayout(rows.pool.num_pages, settings.page_size, settings.max_slots, context)
     elif max_tokens:
         return ContiguousMemory(max_tokens, sizes, max_entries), Contiguous()
     raise ConfigError(

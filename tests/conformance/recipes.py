@@ -73,12 +73,12 @@ _ARITHMETIC = (
 _LOOP = ("model_name={alias}", "lora_rank=32", "learning_rate=5e-4")
 
 RECIPES: Mapping[str, Recipe] = {
-    "math_rl": Recipe("math_rl.train", _ARITHMETIC, 16, _REWARD),
+    "math_rl": Recipe("math_rl.train", _ARITHMETIC, 40, _REWARD),
     "math_rl_importance_sampling": Recipe(
         "math_rl.train", (*_ARITHMETIC, "loss_fn=importance_sampling", "compute_post_kl=True", "num_substeps=2"),
-        12, _REWARD,
+        30, _REWARD,
     ),
-    "math_rl_async": Recipe("math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2"), 12, _REWARD),
+    "math_rl_async": Recipe("math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2"), 30, _REWARD),
     "chat_sl": Recipe(
         "chat_sl.train",
         (*_MODEL, "dataset=conv.jsonl", "batch_size=8", "learning_rate=5e-4", "save_every=5", "eval_every=5"),
