@@ -21,6 +21,7 @@ import pathlib
 import resource
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -33,6 +34,7 @@ from rich.console import Console
 from rich.text import Text
 
 from locojax.errors import ConfigError, LocoError
+from locojax.hosts.interrupt import RESTART
 from locojax.hosts.serving import AUTHKEY_VARIABLE
 from locojax.hosts.serving import main as engine_main
 from locojax.hosts.serving_settings import ServeSettings
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
 _PACKAGES = ("fastapi", "uvicorn", "sqlalchemy", "tinker", "zstandard", "prometheus_client")
 _BACKLOG = 2048
 _REPORT_SECONDS = 0.2
+API_STOP_SECONDS = 25.0
+"""Answering what is in flight, then `ServiceSettings.keep_seconds`: a spot machine gives 30 s of notice."""
 _ENGINE_OPTIONS = {
     "alpha": "LoRA's alpha of new adapters; their scale is alpha / rank",
     "max_adapters": "models that can be trained at once",
@@ -174,12 +178,15 @@ def serve(options: argparse.Namespace) -> int:
         children = [
             Child("engine process", (*python, "engine", settings.to_json(), address), environment),
             Child(
-                "API process", (*python, "api", json.dumps(dataclasses.asdict(api))), environment, (listener.fileno(),)
-            ),
+                "API process", (*python, "api", json.dumps(dataclasses.asdict(api))), environment, (listener.fileno(),),
+                stop_seconds=API_STOP_SECONDS,
+            ),  # fmt: skip
         ]
         for line in _greeting(model, names, url, data_dir, keys):
             console.print(Text(line), soft_wrap=True)
-        return Supervisor(children, say=lambda line: console.print(Text(line, style="bold"), soft_wrap=True)).run()
+        supervisor = Supervisor(children, say=lambda line: console.print(Text(line, style="bold"), soft_wrap=True))
+        code = supervisor.run()
+    return RESTART if code == 0 and supervisor.stopped_by == signal.SIGTERM else code
 
 
 def _check_installed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -49,6 +50,16 @@ def test_two_processes_are_started(model, tmp_path, started, capsys):
     assert engine.environment == api.environment and len(bytes.fromhex(next(iter(engine.environment.values())))) == 32
     shown = capsys.readouterr().err
     assert f"export TINKER_BASE_URL={given['url']}\n" in shown and "export TINKER_API_KEY=tml-local\n" in shown
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 0), (None, 0)])
+def test_the_exit_code_says_whether_to_start_it_again(model, tmp_path, monkeypatch, number, code):
+    def run(self):
+        self.stopped_by = number
+        return 0
+
+    monkeypatch.setattr(Supervisor, "run", run)
+    assert cli.main(["serve", str(model), "--port", "0", "--data-dir", str(tmp_path)]) == code
 
 
 @pytest.mark.extended

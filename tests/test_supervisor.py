@@ -129,7 +129,7 @@ def test_sigterm_stops_the_children(tmp_path):
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
     assert lines(log) == ["engine started", "engine ended"]
-    assert out == "Stopping: requests in flight are answered first. Ctrl-C again stops at once.\n"
+    assert out == "Stopping: requests in flight are answered and models saved first. Ctrl-C again stops at once.\n"
 
 
 def test_children_end_when_the_supervisor_was_killed(tmp_path):

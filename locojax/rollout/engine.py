@@ -297,8 +297,8 @@ class Engine:
         """Compiles all that requests of any number, length and arrival will need; returns how many programs that were.
 
         Not compiled are programs for likeliest tokens and the like, one for each power of two asked for; for more than
-        PINNED_STOPS stop ids; and for prompts beyond `layout_rows.CONTEXT`, one for each four times as many tokens: each
-        of these compiles once, when it is first asked for.
+        PINNED_STOPS stop ids; and for prompts beyond `layout_rows.CONTEXT`, one for each four times as many tokens.
+        Each of these compiles once, when it is first asked for.
 
         Raises:
           RequestError: no weights have been loaded.

@@ -65,6 +65,7 @@ def create_app(service: Service, *, keys: auth.KeyRing, load_tokenizer: Callable
         try:
             yield
         finally:
+            await service.keep_models()
             await service.stop()
             workers.close()
 

@@ -28,6 +28,7 @@ from locojax.server.futures import Futures
 from locojax.server.service_checkpoints import CheckpointDesk
 from locojax.server.service_engine import EngineDesk
 from locojax.server.service_errors import ServiceError
+from locojax.server.service_keeping import Keeper
 from locojax.server.service_lifecycle import Models
 from locojax.server.service_names import ModelNames
 from locojax.server.service_provenance import SequenceBook
@@ -78,6 +79,7 @@ class Service:
         self.training = TrainingDesk(
             settings, self.futures, engine, names, self._models, self.checkpoints, self.sampling, sequences
         )
+        self._keeper = Keeper(engine, self._models, self.checkpoints)
         self.futures.explain = self._explain
         self.futures.missing = self._missing
         self.futures.may_see = self.sessions.may_see
@@ -111,6 +113,10 @@ class Service:
             log.info("Imported %s as %s", directory, imported["tinker_path"])
         self._engine.link.start()
         self._upkeep = asyncio.create_task(self._keep_up(), name="service-upkeep")
+
+    async def keep_models(self) -> list[str]:
+        """Saves what models have learnt since they were last saved, as the server is about to end; see `Keeper`."""
+        return await self._keeper.keep(self._settings.keep_seconds)
 
     async def stop(self) -> None:
         """Stops the background tasks, writes what is unwritten, and leaves the engine as it is."""

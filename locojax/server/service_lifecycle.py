@@ -364,6 +364,7 @@ class Models:
             line = self._lines[model.model_id] = Line(model, admitted=model.state in (*LIVE, "removing"))
             if model.state in LIVE:
                 self._slots.held[model.model_id] = line
+                line.stepped = model.next_seq - 1  # it may have been; that it is saved twice does no harm
         expected: set[str] = set()
         for record in sorted(self._futures.pending(), key=lambda one: one.seq):
             found = self._lines.get(record.owner)

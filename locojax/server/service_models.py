@@ -23,6 +23,7 @@ class Line:
       unfinished: by seq_id, the requests that have no result yet.
       admitted: its creation has been handed to the engine, so its operations may follow.
       closing: the request to unload it, which waits for what is unfinished.
+      stepped, saved: the seq_ids of the last optimizer step, and of the last training checkpoint.
     """
 
     model: Model
@@ -30,6 +31,13 @@ class Line:
     unfinished: dict[int, FutureRecord] = dataclasses.field(default_factory=dict)
     admitted: bool = False
     closing: FutureRecord | None = None
+    stepped: int = 0
+    saved: int = 0
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether it has learnt something that no training checkpoint has."""
+        return self.stepped > self.saved
 
     def check(self, seq_id: int) -> None:
         """ServiceError 400: no operation may have this seq_id now."""

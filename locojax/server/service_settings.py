@@ -27,6 +27,7 @@ class ServiceSettings:
       url_lifetime: how long a signed download URL is valid.
       imports: (name, directory) of PEFT adapters that become sampler checkpoints at the start.
       tick: how often what has run out is looked for.
+      keep_seconds: how long saving what models have learnt may take when the server is told to stop.
     """
 
     data_dir: pathlib.Path
@@ -44,6 +45,7 @@ class ServiceSettings:
     url_lifetime: float = 3600.0
     imports: tuple[tuple[str, str], ...] = ()
     tick: float = 1.0
+    keep_seconds: float = 15.0
 
     @property
     def database_url(self) -> str:

@@ -259,7 +259,10 @@ class TrainingDesk:
     def _stepped(self, record: FutureRecord, result: OptimStepResult) -> dict[str, Any]:
         self._models.finished(record)
         body: dict[str, Any] = {"type": "optim_step", "metrics": dict(result.metrics)}
-        if result.skipped_because is not None:
+        if result.skipped_because is None:
+            line = self._models.line(record.owner)
+            line.stepped = max(line.stepped, record.seq)
+        else:
             body["skipped_because"] = result.skipped_because
         return body
 
@@ -278,6 +281,8 @@ class TrainingDesk:
             )
         finally:
             self._checkpoints.release(path)
+        if record.kind == "save_weights":
+            line.saved = max(line.saved, record.seq)
         body: dict[str, Any] = {"type": record.kind, "path": str(path)}
         if record.kind == "save_weights_external":
             body["size_bytes"] = size

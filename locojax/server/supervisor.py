@@ -119,6 +119,7 @@ class Supervisor:
         self._poll_seconds = poll_seconds
         self._stopping = threading.Event()
         self._signalled = 0
+        self.stopped_by: int | None = None  # the first signal that came
 
     def stop(self) -> None:
         """Makes `run` end; from any thread."""
@@ -187,7 +188,8 @@ class Supervisor:
     def _take(self, number: int, frame: FrameType | None) -> None:
         self._signalled += 1
         if self._signalled == 1:
-            self._say("Stopping: requests in flight are answered first. Ctrl-C again stops at once.")
+            self.stopped_by = number
+            self._say("Stopping: requests in flight are answered and models saved first. Ctrl-C again stops at once.")
         self._stopping.set()
 
 

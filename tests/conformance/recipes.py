@@ -41,8 +41,9 @@ NUM_ROWS = {"train": 256, "test": 8}  # of every data set; recipes score all of 
 class Recipe:
     """A recipe's module, its arguments at a size that two CPU cores train in minutes, and what it optimizes.
 
-    In arguments {model}, {alias} and {renderer} stand for the run's own, and {checkpoint} for the last sampler
-    checkpoint of the recipe `after`, which then must run before. `metric` is a name in the recipe's metrics.jsonl.
+    In arguments {model}, {alias} and {renderer} stand for the run's own, {sampler} and {state} for the last sampler
+    and training checkpoint of the recipe `after`, which then must run before. `metric` is a name in the recipe's
+    metrics.jsonl.
     """
 
     module: str
@@ -68,21 +69,24 @@ PARITY = "optim/kl_sample_train_v2"
 _MODEL = ("model_name={model}", "renderer_name={renderer}", "behavior_if_log_dir_exists=delete")
 _REWARD = "env/all/reward/total"
 _ARITHMETIC = (
-    *_MODEL, "env=arithmetic", "groups_per_batch=8", "group_size=8", "max_tokens=8", "learning_rate=5e-4",
+    *_MODEL, "load_checkpoint_path={state}", "env=arithmetic", "groups_per_batch=8", "group_size=16", "max_tokens=8",
+    "learning_rate=2e-4",
 )  # fmt: skip
 _LOOP = ("model_name={alias}", "lora_rank=32", "learning_rate=5e-4")
 
 RECIPES: Mapping[str, Recipe] = {
-    "math_rl": Recipe("math_rl.train", _ARITHMETIC, 40, _REWARD),
+    "math_rl": Recipe("math_rl.train", _ARITHMETIC, 24, _REWARD, after="chat_sl"),
     "math_rl_importance_sampling": Recipe(
         "math_rl.train", (*_ARITHMETIC, "loss_fn=importance_sampling", "compute_post_kl=True", "num_substeps=2"),
-        30, _REWARD,
+        16, _REWARD, after="chat_sl",
     ),
-    "math_rl_async": Recipe("math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2"), 30, _REWARD),
+    "math_rl_async": Recipe(
+        "math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2"), 24, _REWARD, after="chat_sl"
+    ),
     "chat_sl": Recipe(
         "chat_sl.train",
-        (*_MODEL, "dataset=conv.jsonl", "batch_size=8", "learning_rate=5e-4", "save_every=5", "eval_every=5"),
-        10, "train_mean_nll", rises=False,
+        (*_MODEL, "dataset=conv.jsonl", "batch_size=8", "learning_rate=5e-4", "save_every=8", "eval_every=8"),
+        24, "train_mean_nll", rises=False,
     ),
     "sl_loop": Recipe("sl_loop", (*_LOOP, "batch_size=8", "save_every=4"), 10, "train_mean_nll", rises=False),
     "rl_loop": Recipe(
@@ -99,14 +103,14 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "on_policy_distillation": Recipe(
         "distillation.on_policy_distillation",
-        (*_MODEL, "lora_rank=32", "teacher_model={model}", "teacher_checkpoint={checkpoint}", "dataset=deepmath",
+        (*_MODEL, "lora_rank=32", "teacher_model={model}", "teacher_checkpoint={sampler}", "dataset=deepmath",
          "groups_per_batch=8", "group_size=4", "max_tokens=12", "learning_rate=5e-4", "eval_every=0"),
         10, "teacher_kl", rises=False, after="chat_sl",
     ),
 }  # fmt: skip
 
-QUICK = ("math_rl", "dpo")
-"""What CI runs: reinforcement, and a loss that the client makes with torch."""
+QUICK = ("chat_sl", "math_rl", "dpo")
+"""What CI runs: supervision, reinforcement from its checkpoint, and a loss that the client makes with torch."""
 
 
 def in_order(names: Iterable[str]) -> list[str]:
@@ -122,9 +126,10 @@ def lay_out(folder: pathlib.Path) -> None:
     """The data that recipes load by name, as small folders of that name: made-up conversations about sums."""
     draw = random.Random(0)
     sums = [(draw.randrange(1, 10), draw.randrange(1, 10)) for _ in range(NUM_ROWS["train"])]
+    large = [(draw.randrange(101), draw.randrange(101)) for _ in sums]  # as math_rl's arithmetic asks
     turns = [
         [{"role": "user", "content": f"What is {a} + {b}?"}, {"role": "assistant", "content": str(a + b)}]
-        for a, b in sums
+        for a, b in large
     ]
     chats = [{"messages": turn, "prompt": turn[0]["content"], "category": "sums"} for turn in turns]
     write_rows(folder / "conv.jsonl", chats)
@@ -161,7 +166,7 @@ def run_recipe(
     """
     recipe, log_path = RECIPES[name], f"runs/{name}"
     if recipe.after is not None:
-        names = {**names, "checkpoint": last_sampler(folder / f"runs/{recipe.after}")}
+        names = {**names, **last_checkpoints(folder / f"runs/{recipe.after}")}
     environment = {
         **sdks.environment(), "TINKER_BASE_URL": url, "TINKER_API_KEY": API_KEY, "HF_DATASETS_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "",  # the environment was installed without: the first import writes it
@@ -207,10 +212,12 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
     return round(statistics.fmean(values[:count]), 4), round(statistics.fmean(values[-count:]), 4)
 
 
-def last_sampler(log_path: pathlib.Path) -> str:
-    """The tinker:// path of the last sampler checkpoint that a recipe noted."""
+def last_checkpoints(log_path: pathlib.Path) -> dict[str, str]:
+    """The tinker:// paths of the last checkpoints that a recipe noted, as the `sampler` and `state` of the next one."""
     rows = [json.loads(line) for line in (log_path / "checkpoints.jsonl").read_text().splitlines()]
-    return str([row["sampler_path"] for row in rows if row.get("sampler_path")][-1])
+    return {
+        kind: str([row[f"{kind}_path"] for row in rows if row.get(f"{kind}_path")][-1]) for kind in ("sampler", "state")
+    }
 
 
 def keep(result: Mapping[str, object], path: pathlib.Path) -> None:

@@ -15,7 +15,8 @@ from conformance.server import ROOT
 pytestmark = pytest.mark.extended
 
 COOKBOOK = os.environ.get("LOCOJAX_COOKBOOK")
-NAMES = {"model": "local/tiny", "alias": "Qwen/Qwen3-8B-Base", "renderer": "role_colon", "checkpoint": "tinker://a"}
+NAMES = {"model": "local/tiny", "alias": "Qwen/Qwen3-8B-Base", "renderer": "role_colon", "sampler": "tinker://a",
+         "state": "tinker://b"}  # fmt: skip
 
 
 def test_every_recipe_is_spelled_out() -> None:
@@ -46,7 +47,7 @@ def test_the_page_shows_the_kept_runs_of_these_very_commands() -> None:
         recipe = recipes.RECIPES[line["recipe"]]
         assert len(line["curve"]) == recipe.num_steps
         for argument in recipe.arguments:
-            if "{checkpoint}" not in argument:
+            if "{sampler}" not in argument and "{state}" not in argument:
                 assert argument.format(**names) in shlex.split(line["command"]), line["command"]
 
 
