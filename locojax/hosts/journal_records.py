@@ -1,6 +1,7 @@
 """What a journal holds, record by record, and their form in bytes. No jax.
 
-A payload is one line of JSON (`kind` and the record's fields), a newline, and for `Sampled` its arrays' bytes.
+A payload is one line of JSON (`kind` and the record's fields), a newline, and for `Sampled` and `Decoded` their arrays'
+bytes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,36 @@ class Drawn:
     step: int
     places: tuple[int, ...]
     prompt_ids: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Admitted:
+    """A host begins to sample prompts of a step. `prompts`: their fingerprints. What it had of them under other weights,
+    or of other prompts at those places, is void."""
+
+    step: int
+    version: int
+    places: tuple[int, ...]
+    prompts: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Tokens `start`.. of one completion that is still being sampled."""
+
+    place: int
+    sample: int
+    start: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What the samples that run have gained by one call of the engine."""
+
+    step: int
+    pieces: tuple[Piece, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +139,14 @@ class Saved:
     next_step: int
 
 
-Record: TypeAlias = Started | Drawn | Sampled | Graded | Trained | Published | Evaluated | Saved
+Record: TypeAlias = (
+    Started | Drawn | Admitted | Decoded | Sampled | Graded | Trained | Published | Evaluated | Saved
+)
 
 _COMPACT = json.JSONEncoder(separators=(",", ":"))  # json.dumps would make one for each record
-_PLAIN: Mapping[str, Any] = {kind.__name__: kind for kind in (Started, Drawn, Trained, Published, Evaluated, Saved)}
+_PLAIN: Mapping[str, Any] = {
+    kind.__name__: kind for kind in (Started, Drawn, Admitted, Trained, Published, Evaluated, Saved)
+}
 
 
 def fingerprint(prompt: Prompt) -> str:
@@ -138,6 +173,12 @@ def encode(record: Record) -> bytes:
         ]  # fmt: skip
         for each in record.completions:
             arrays += np.asarray(each.tokens, np.int32).tobytes() + np.asarray(each.logprobs, np.float32).tobytes()
+    elif isinstance(record, Decoded):
+        fields["step"] = record.step
+        fields["pieces"] = [(each.place, each.sample, each.start, len(each.tokens)) for each in record.pieces]
+        tokens = [token for each in record.pieces for token in each.tokens]
+        logprobs = [logprob for each in record.pieces for logprob in each.logprobs]
+        arrays = np.asarray(tokens, np.int32).tobytes() + np.asarray(logprobs, np.float32).tobytes()
     elif isinstance(record, Graded):
         if record.reward.error is None and record.reward.value is not None:
             return _score(record, record.reward.value)
@@ -167,6 +208,8 @@ def decode(payload: bytes) -> Record:
         kind = fields.pop("kind")
         if kind == "Sampled":
             return Sampled(**{**fields, "completions": _completions(fields["completions"], arrays)})
+        if kind == "Decoded":
+            return Decoded(fields["step"], _pieces(fields["pieces"], arrays))
         if kind == "Graded":
             return Graded(**{**fields, "reward": Reward(*fields["reward"])})
         return _PLAIN[kind](**{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()})
@@ -176,6 +219,16 @@ def decode(payload: bytes) -> Record:
             remedy="Resume with the version of LoCoJAX that wrote it, or set run.journal=off to go on from the "
             "checkpoint alone",
         ) from error
+
+
+def _pieces(rows: list[tuple[int, int, int, int]], arrays: bytes) -> tuple[Piece, ...]:
+    total, found, at = sum(row[3] for row in rows), [], 0
+    tokens = np.frombuffer(arrays, np.int32, total).tolist()
+    logprobs = np.frombuffer(arrays, np.float32, total, 4 * total).tolist()
+    for place, sample, start, num in rows:
+        found.append(Piece(place, sample, start, tuple(tokens[at : at + num]), tuple(logprobs[at : at + num])))
+        at += num
+    return tuple(found)
 
 
 def _completions(rows: list[dict[str, Any]], arrays: bytes) -> tuple[Completion, ...]:

@@ -27,7 +27,7 @@ from locojax.rollout.pages import Moves, Shape, power_of_two
 from locojax.rollout.pending import Pending
 from locojax.rollout.policy import Policy
 from locojax.rollout.prefilling import Asked, Prefiller
-from locojax.rollout.request import Sample, StopRule, TokenBytes, validate
+from locojax.rollout.request import Begun, Gained, Sample, StopRule, TokenBytes, validate
 from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Queue, Schedule
 from locojax.rollout.settings import PLAIN_ROWS, EngineSettings, memory_and_layout, scheduler_of
@@ -160,8 +160,13 @@ class Engine:
         """That of the weights; None before there are any."""
         return self._policy.version
 
-    def add(self, request: SampleRequest, *, stream: bool = False) -> None:
+    def add(
+        self, request: SampleRequest, *, stream: bool = False, begun: Mapping[int, Begun] | None = None
+    ) -> None:
         """Queues a request. With `stream`, `drain` tells of its tokens as they come.
+
+        Args:
+          begun: by sample index, what was sampled of it elsewhere under the same seed: that is gone on from.
 
         Raises:
           RequestError: it is malformed, can't fit, or its id is in use. Other requests are not affected.
@@ -178,8 +183,12 @@ class Engine:
             Sample(request, i, sampling.key_of(seed, i), stop, max_tokens, request.prompt, stream)
             for i in range(request.num_samples)
         ]
+        if begun and request.topk_sample_logprobs:
+            raise RequestError(f"Request {request.request_id!r} asks for likeliest tokens, which begun samples lack")
+        for i, part in (begun or {}).items():
+            samples[i].begin(part, self._tokens)
         self._requests[request.request_id] = Pending(request, samples, seed)
-        self._scheduler.add(samples)
+        self._scheduler.add(sample for sample in samples if sample.stop_reason is None)
 
     def validate(self, request: SampleRequest) -> int:
         """Refuses what `add` would; returns the most tokens a sample may have.
@@ -324,6 +333,11 @@ class Engine:
         """What streamed requests have sampled since the last call."""
         events, self._events = self._events, []
         return events
+
+    def gained(self) -> list[Gained]:
+        """What the samples of unfinished requests have sampled since the last call: enough to go on from elsewhere."""
+        found = (sample.gained() for mine in self._requests.values() for sample in mine.samples)
+        return [each for each in found if each is not None]
 
     def stats(self) -> EngineStats:
         """A snapshot of the totals."""

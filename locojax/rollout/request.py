@@ -65,6 +65,28 @@ def end_of_match(text: bytes, start: int, strings: Sequence[bytes]) -> tuple[int
     return best
 
 
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """What has been sampled of a completion that isn't finished, by the weights of `policy_version`.
+
+    Example: Begun((12, 7), (-0.5, -1.25), policy_version=3)
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    policy_version: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Gained:
+    """Tokens `start`.. of a running sample. `begun.policy_version`: of its first token."""
+
+    request_id: str
+    sample_index: int
+    start: int
+    begun: Begun
+
+
 @dataclasses.dataclass(eq=False)
 class Sample:
     """One completion on its way. Created by `Engine.add`; slot and prompt are the scheduler's, tokens the engine's.
@@ -88,6 +110,7 @@ class Sample:
     prompt: PromptBlock | None = None
     slot: SlotBlock | None = None
     num_cached: int = 0  # prompt tokens that had been computed when it was admitted
+    told: int = 0  # tokens that `gained` has given
     stop_reason: StopReason | None = None
     stopped_by: int | str | None = None
     _utf8: codecs.IncrementalDecoder = dataclasses.field(
@@ -125,6 +148,20 @@ class Sample:
     def preempted(self) -> None:
         """Folds what the slot held into the context, to be prefilled again."""
         self.context = (*self.request.prompt, *self.tokens)
+
+    def begin(self, begun: Begun, vocabulary: TokenBytes) -> None:
+        """Goes on from what was sampled of it elsewhere; comes before anything else."""
+        self.append(begun.tokens, begun.logprobs, vocabulary)
+        self.policy_version, self.told = begun.policy_version, len(self.tokens)
+        self.preempted()
+
+    def gained(self) -> Gained | None:
+        """What it has sampled since the last call; None: nothing."""
+        start, self.told = self.told, len(self.tokens)
+        if start == self.told or self.policy_version is None:
+            return None
+        new = Begun(tuple(self.tokens[start:]), tuple(self.logprobs[start:]), self.policy_version)
+        return Gained(self.request.request_id, self.index, start, new)
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float], vocabulary: TokenBytes) -> int:
         """Takes sampled tokens up to the one that ends the sample; returns how many were taken."""
