@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tiny import write_tiny_model
 
+from locojax.cli_doctor import examine
 from locojax.config import load
 from locojax.hosts import colocated
 from locojax.hosts.checkpoint import Checkpoints
@@ -198,6 +199,21 @@ def test_no_switch_changes_what_is_learnt(place, settings, request):
     assert [line["num_completions"] for line in lines(both / "metrics.host1.jsonl")] == [4, 4]
     met = [line["extra"]["num_meetings"] for line in lines(both / "metrics.jsonl")]
     assert met == [3, 3] or (name == "substeps" and set(met) <= {2, 3})  # nothing to learn: nothing trained
+
+
+def test_a_slow_host_s_groups_are_done_by_another_and_the_update_is_the_same(place, one):
+    settings = ("rollout.max_slots=2", "hosts.steal_groups=true")
+    slow = (str(ROOT / "tests" / "hosts_victim.py"), "0", "0.7s", "decode")
+    assert place.launched(2, "straggler", *settings, program=slow) == 0, place.errors("straggler")
+    both = place.folder / "straggler"
+    assert_same_run(one, both)
+    found, other = lines(both / "metrics.jsonl"), lines(both / "metrics.host1.jsonl")
+    assert [line["extra"]["num_meetings"] for line in found] == [3, 3]
+    # Of the slow host's two groups one is kept back. In the first step the other host may come too late for it.
+    stolen = [line["extra"]["num_stolen_groups"] for line in found]
+    assert stolen in ([0, 1], [1, 1]) and [line["num_completions"] for line in other] == [4 + 4 * n for n in stolen]
+    findings = examine(both)
+    assert not findings.wrong and "6 prompts of 2 steps trained once each" in findings.proven, findings
 
 
 @pytest.mark.extended
