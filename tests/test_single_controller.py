@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import pytest
+import real_runs
 from hosts_single import RUNS
 from memory_board import MemoryBoard, host
+from real_runs import weights
 from tiny import write_tiny_model
 
 from locojax.config import load
 from locojax.hosts import colocated
-from locojax.hosts.checkpoint import Checkpoints
-from locojax.hosts.launch import launch
 from locojax.hosts.single_orders import Orders
 from locojax.measure.timeline import Timeline
 from locojax.resolving import resolve
@@ -59,23 +59,6 @@ def samples(folder: pathlib.Path) -> list[dict[tuple[str, int], tuple]]:
     return found
 
 
-def weights(folder: pathlib.Path) -> list[np.ndarray]:
-    checkpoints = Checkpoints(folder / colocated.CHECKPOINTS, load(folder / "config.toml"))
-    state = checkpoints.restore_as_saved()
-    checkpoints.close()
-    leaves: list[np.ndarray] = []
-
-    def walk(tree) -> None:
-        if isinstance(tree, dict):
-            for key in sorted(tree):
-                walk(tree[key])
-        else:
-            leaves.append(np.asarray(tree))
-
-    walk(state)
-    return leaves
-
-
 def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
     assert samples(first) == samples(second)
     for ours, theirs in zip(weights(first), weights(second), strict=True):
@@ -88,9 +71,8 @@ def two_hosts(arguments) -> pathlib.Path:
     folder = pathlib.Path(load(None, arguments).run.dir) / "two"
     folder.mkdir()
     command = [sys.executable, str(HERE / "hosts_single.py"), *arguments, f"run.dir={folder}"]
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "XLA_FLAGS": ""}
-    with (folder / "errors").open("w") as errors:
-        code = launch(command, 2, devices_per_host=1, environment=environment, errors=errors)
+    cache = str(jax.config.jax_compilation_cache_dir)
+    code = real_runs.start(command, 2, errors=folder / "errors", jax_cache=cache, devices=1)
     assert code == 0, (folder / "errors").read_text()
     return folder
 
