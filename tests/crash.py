@@ -8,6 +8,7 @@ import json
 import pathlib
 import signal
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import real_runs
@@ -90,10 +91,12 @@ class Crashes:
             cache,
         )  # fmt: skip
 
-    def start(self, name: str, point: str, num_hosts: int = 1, *, crash_host: int = 0) -> int:
-        """One start of the run `name`, killed at `point`; its exit code, negative for a signal."""
+    def start(
+        self, name: str, point: str, num_hosts: int = 1, *, crash_host: int = 0, settings: Sequence[str] = ()
+    ) -> int:
+        """One start of the run `name`, killed at `point`; its exit code, negative for a signal. See `crash_victim`."""
         command = [sys.executable, str(ROOT / "tests" / "crash_victim.py"), point, str(self.folder / f"{name}.asked"),
-                   *self.arguments, f"run.name={name}", "--restartable"]  # fmt: skip
+                   *self.arguments, *settings, f"run.name={name}", "--restartable"]  # fmt: skip
         return real_runs.start(
             command,
             num_hosts,
@@ -103,6 +106,7 @@ class Crashes:
             JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
             GRADES_LOG=str(self.folder / f"{name}.graded"),
             CRASH_HOST=str(crash_host),
+            **({"SLOW_HOST": str(1 - crash_host)} if "hosts.steal_groups=true" in settings else {}),
         )
 
     def known(self, name: str) -> tuple[set[tuple[int, int]], int, int]:
@@ -148,14 +152,20 @@ class Crashes:
         return (self.folder / f"{name}.err").read_text()
 
     def survives(
-        self, name: str, *points: str, num_hosts: int = 1, resumed_on: int | None = None, crash_host: int = 0
+        self,
+        name: str,
+        *points: str,
+        num_hosts: int = 1,
+        resumed_on: int | None = None,
+        crash_host: int = 0,
+        settings: Sequence[str] = (),
     ) -> None:
         """Killed at each point, one after the other, and resumed: nothing is lost, nothing is done twice."""
         for number, point in enumerate([*points, "none"]):
             is_last = number == len(points)
             before = None if number == 0 else (*self.known(name), self.asked(name), self.num_grades(name))
             hosts = resumed_on or num_hosts if is_last else num_hosts
-            code = self.start(name, point, hosts, crash_host=crash_host)
+            code = self.start(name, point, hosts, crash_host=crash_host, settings=settings)
             assert code == (0 if is_last else -signal.SIGKILL if hosts == 1 else 1), (code, self.errors(name))
             killed = f"Host {crash_host} of {hosts} was ended by SIGKILL"
             assert is_last or hosts == 1 or self.errors(name).count(killed) == number + 1, self.errors(name)
