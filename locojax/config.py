@@ -227,6 +227,11 @@ class HostsConfig:
         "must find them (TPU pods). off: this host alone.",
     )
     balance: bool = setting(True, "Even out the hosts' prompt tokens; else consecutive prompts go to one host.")
+    steal_groups: bool = setting(
+        False,
+        "A host that is done takes over whole groups that another has not begun. There are some where a host has more "
+        "completions to do than rollout.max_slots.",
+    )
     metrics_in_barrier: bool = setting(
         False,
         "Gather all hosts' metrics on host 0 in each step; else each host writes its own, off the critical path.",
@@ -317,6 +322,8 @@ def check(config: Config) -> None:
         )
     if config.run.pipelined:
         _check_pipelined(config)
+    if config.hosts.steal_groups:
+        _check_stealing(config)
     if config.run.prompts_per_step < training.substeps:
         _contradiction(
             f"training.substeps is {training.substeps} and run.prompts_per_step is {config.run.prompts_per_step}",
@@ -352,6 +359,20 @@ def _check_pipelined(config: Config) -> None:
         )
     if config.hosts.controller == "single":
         _contradiction("run.pipelined is true and hosts.controller is 'single'", "Use hosts.controller 'local'")
+
+
+def _check_stealing(config: Config) -> None:
+    if config.hosts.controller == "single":
+        _contradiction(
+            "hosts.steal_groups is true and hosts.controller is 'single': one head schedules all hosts, and none has "
+            "groups of its own",
+            "Use hosts.controller 'local'",
+        )
+    if config.run.pipelined:
+        _contradiction(
+            "hosts.steal_groups is true and run.pipelined is true, which is for one host alone",
+            "Set one of them to false",
+        )
 
 
 def _contradiction(problem: str, remedy: str) -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import os
 import pathlib
 import signal
-import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
+import real_runs
+from real_runs import ROOT, lines, weights
 from tiny import write_tiny_model
 
 from locojax.cli_doctor import examine
-from locojax.config import load
-from locojax.hosts.checkpoint import Checkpoints
 from locojax.hosts.journal import read, recalled, rollout_files
 from locojax.hosts.journal_files import open_folder
-from locojax.hosts.launch import launch
 from locojax.hosts.shared_checkpoints import CHECKPOINTS
 
-ROOT = pathlib.Path(__file__).parent.parent
 NUM_STEPS, NUM_PROMPTS, GROUP = 5, 3, 4
 
 REWARD = """
@@ -94,26 +91,23 @@ class Crashes:
             cache,
         )  # fmt: skip
 
-    def start(self, name: str, point: str, num_hosts: int = 1, *, crash_host: int = 0) -> int:
-        """One start of the run `name`, killed at `point`; its exit code, negative for a signal."""
+    def start(
+        self, name: str, point: str, num_hosts: int = 1, *, crash_host: int = 0, settings: Sequence[str] = ()
+    ) -> int:
+        """One start of the run `name`, killed at `point`; its exit code, negative for a signal. See `crash_victim`."""
         command = [sys.executable, str(ROOT / "tests" / "crash_victim.py"), point, str(self.folder / f"{name}.asked"),
-                   *self.arguments, f"run.name={name}", "--restartable"]  # fmt: skip
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "XLA_FLAGS": "",
-            "LOCOJAX_CACHE": str(self.folder / "cache"),
-            "JAX_COMPILATION_CACHE_DIR": self.cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "GRADES_LOG": str(self.folder / f"{name}.graded"),
-            "CRASH_HOST": str(crash_host),
-        }
-        with (self.folder / f"{name}.err").open("a") as errors:
-            if num_hosts > 1:
-                return launch(command, num_hosts, devices_per_host=1, environment=environment, errors=errors)
-            return subprocess.run(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, timeout=300
-            ).returncode
+                   *self.arguments, *settings, f"run.name={name}", "--restartable"]  # fmt: skip
+        return real_runs.start(
+            command,
+            num_hosts,
+            errors=self.folder / f"{name}.err",
+            jax_cache=self.cache,
+            devices=1,
+            JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+            GRADES_LOG=str(self.folder / f"{name}.graded"),
+            CRASH_HOST=str(crash_host),
+            **({"SLOW_HOST": str(1 - crash_host)} if "hosts.steal_groups=true" in settings else {}),
+        )
 
     def known(self, name: str) -> tuple[set[tuple[int, int]], int, int]:
         """((step, place) of groups that are journaled, their grades' number, and the first step without a checkpoint).
@@ -132,47 +126,46 @@ class Crashes:
 
     def asked(self, name: str) -> collections.Counter[str]:
         """What the engines were asked for so far: request ids, warm-up and evaluation left out."""
-        lines = [line for path in self.folder.glob(f"{name}.asked.*") for line in path.read_text().splitlines()]
-        return collections.Counter(line for line in lines if line.startswith("step "))
+        asked = [line for path in self.folder.glob(f"{name}.asked.*") for line in path.read_text().splitlines()]
+        return collections.Counter(line for line in asked if line.startswith("step "))
 
     def num_grades(self, name: str) -> int:
         """Grades computed so far, of training prompts."""
         path = self.folder / f"{name}.graded"
         held_out = {row["prompt"] for file in (self.folder / "whole" / "samples").glob("held_out*")
-                    for row in rows(file)}  # fmt: skip
+                    for row in lines(file)}  # fmt: skip
         return sum(line not in held_out for line in path.read_text().splitlines()) if path.exists() else 0
-
-    def weights(self, name: str) -> list[np.ndarray]:
-        config = load(self.folder / name / "config.toml")
-        checkpoints = Checkpoints(self.folder / name / CHECKPOINTS, config, read_only=True)
-        state = checkpoints.restore_as_saved()
-        checkpoints.close()
-        return _leaves(state)
 
     def check(self, name: str) -> None:
         """What holds of a run that has come to its end, however often it was killed."""
         found = examine(self.folder / name)
         assert not found.wrong, (found.wrong, self.errors(name))
-        lines = rows(self.folder / name / "metrics.jsonl")
-        assert [line["step"] for line in lines] == list(range(NUM_STEPS))
-        for whole, line in zip(rows(self.folder / "whole" / "metrics.jsonl"), lines, strict=True):
+        steps = lines(self.folder / name / "metrics.jsonl")
+        assert [line["step"] for line in steps] == list(range(NUM_STEPS))
+        for whole, line in zip(lines(self.folder / "whole" / "metrics.jsonl"), steps, strict=True):
             for key in ("reward_mean", "policy_version", "held_out", "num_completions"):
                 assert line[key] == whole[key] or abs(line[key] - whole[key]) < 1e-6, key
-        for ours, theirs in zip(self.weights("whole"), self.weights(name), strict=True):
+        for ours, theirs in zip(weights(self.folder / "whole"), weights(self.folder / name), strict=True):
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
 
     def errors(self, name: str) -> str:
         return (self.folder / f"{name}.err").read_text()
 
     def survives(
-        self, name: str, *points: str, num_hosts: int = 1, resumed_on: int | None = None, crash_host: int = 0
+        self,
+        name: str,
+        *points: str,
+        num_hosts: int = 1,
+        resumed_on: int | None = None,
+        crash_host: int = 0,
+        settings: Sequence[str] = (),
     ) -> None:
         """Killed at each point, one after the other, and resumed: nothing is lost, nothing is done twice."""
         for number, point in enumerate([*points, "none"]):
             is_last = number == len(points)
             before = None if number == 0 else (*self.known(name), self.asked(name), self.num_grades(name))
             hosts = resumed_on or num_hosts if is_last else num_hosts
-            code = self.start(name, point, hosts, crash_host=crash_host)
+            code = self.start(name, point, hosts, crash_host=crash_host, settings=settings)
             assert code == (0 if is_last else -signal.SIGKILL if hosts == 1 else 1), (code, self.errors(name))
             killed = f"Host {crash_host} of {hosts} was ended by SIGKILL"
             assert is_last or hosts == 1 or self.errors(name).count(killed) == number + 1, self.errors(name)
@@ -185,13 +178,3 @@ class Crashes:
                 if is_last:
                     assert len(again) == most and grades == most * GROUP + len(sampled) * GROUP - num_graded
         self.check(name)
-
-
-def rows(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _leaves(tree) -> list[np.ndarray]:
-    if isinstance(tree, dict):
-        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
-    return [np.asarray(tree)]

@@ -3,14 +3,16 @@
     python crash_victim.py POINT REPORT key=value ... [--resume]
 
 POINT: `none`; `phase:decode@2`, as the phase is entered in step 2 (from 0) for the first time; `before:Trained@2`,
-`after:Trained@2` or `torn:Trained@2`, at the step's first such record in the journal, or in the middle of it;
-`seconds:0.7`, so long after the first prompts are drawn. An engine's requests are appended to REPORT.RANK, a line each.
-Under several hosts, only host CRASH_HOST (0) is killed.
+`after:Trained@2` or `torn:Trained@2`, at the step's first such record in the journal, or in the middle of it, and
+`after:Drawn@2#2` at its second; `seconds:0.7`, so long after the first prompts are drawn. An engine's requests are
+appended to REPORT.RANK, a line each. Under several hosts, only host CRASH_HOST (0) is killed; host SLOW_HOST, if there
+is one, sleeps half a second before whatever it decodes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -18,12 +20,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
+from hosts_victim import Slow
+
 from locojax.cli import main
 from locojax.hosts import journal_files
 from locojax.hosts.phases import Phase
 from locojax.hosts.worker import HostWorker
 from locojax.measure.timeline import Timeline
-from locojax.types import SampleRequest, SampleResult
+from locojax.types import SampleRequest
 
 
 def die() -> None:
@@ -49,14 +53,15 @@ class Struck(Timeline):
             yield
 
 
-def strike_record(when: str, kind: str, at: int) -> None:
-    """Dies at a record of the journal."""
+def strike_record(when: str, kind: str, at: int, number: int) -> None:
+    """Dies at a record of the journal: the step's `number`th of this kind, from 1."""
     append = journal_files.LocalAppender.append
+    before = itertools.count(1)
 
     def struck(self: journal_files.LocalAppender, payload: bytes) -> None:
         fields = json.loads(payload.partition(b"\n")[0])
         step = fields.get("step", fields.get("version", fields.get("next_step", 0) - 1))
-        if fields["kind"] != kind or step != at:
+        if fields["kind"] != kind or step != at or next(before) < number:
             append(self, payload)
             return
         if when == "after":
@@ -84,19 +89,23 @@ def strike_in(seconds: float) -> None:
 
 
 def log_requests(path: str) -> None:
-    sample = HostWorker.sample
+    admit = HostWorker.admit
 
-    def logged(self: HostWorker, requests: Sequence[SampleRequest]) -> Iterator[SampleResult]:
+    def logged(self: HostWorker, requests: Sequence[SampleRequest]) -> None:
         with open(path, "a") as file:
             file.writelines(request.request_id + "\n" for request in requests)
-        return sample(self, requests)
+        admit(self, requests)
 
-    HostWorker.sample = logged  # type: ignore[method-assign]
+    HostWorker.admit = logged  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     point, report, *arguments = sys.argv[1:]
-    if point != "none" and os.environ.get("LOCOJAX_HOST_ID", "0") == os.environ.get("CRASH_HOST", "0"):
+    this_host = os.environ.get("LOCOJAX_HOST_ID", "0")
+    if this_host == os.environ.get("SLOW_HOST"):
+        Slow.seconds, Slow.at = 0.5, "decode"
+        sys.modules["locojax.measure.timeline"].Timeline = Slow  # type: ignore[attr-defined]
+    if point != "none" and this_host == os.environ.get("CRASH_HOST", "0"):
         when, _, rest = point.partition(":")
         what, _, step = rest.partition("@")
         if when == "phase":
@@ -105,6 +114,7 @@ if __name__ == "__main__":
         elif when == "seconds":
             strike_in(float(what))
         else:
-            strike_record(when, what, int(step))
-    log_requests(report + "." + os.environ.get("LOCOJAX_HOST_ID", "0"))
+            at, _, number = step.partition("#")
+            strike_record(when, what, int(at), int(number or 1))
+    log_requests(f"{report}.{this_host}")
     sys.exit(main(["train", *arguments]))

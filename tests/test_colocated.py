@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 
+import jax
 import numpy as np
 import pytest
 from tiny import write_tiny_model
@@ -14,7 +15,10 @@ from locojax.errors import CheckpointError, ConfigError, DataError, GradingError
 from locojax.hosts import colocated
 from locojax.hosts.checkpoint import Checkpoints
 from locojax.hosts.metrics import RunResult
+from locojax.hosts.setup import memory, prepare
+from locojax.hosts.worker import lora_spec, training_mesh
 from locojax.measure.timeline import Timeline
+from locojax.training.trainer import Trainer, TrainerSettings
 
 REWARD = """
 def score(prompt, completion, answer, meta):
@@ -200,3 +204,25 @@ def test_dry_run_shows_parameters_and_memory(config):
     shown = dict(rows)
     assert resolved.rollout.max_slots == 16 and shown["held-out prompts"] == "1"
     assert shown["trained"].startswith("3,") and "memory: sum" in shown
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_the_memory_of_weights_is_that_of_the_trees_a_trainer_keeps(config, method):
+    """On one device, and on each of four, weights made whole by the layer or once a step; against real arrays."""
+    for devices, gather in ((1, "auto"), (4, "layer"), (4, "step"), (4, "auto")):
+        made = config(f"training.method={method}", "training.lora_rank=4", f"training.mesh_fsdp={devices}")
+        prepared = prepare(made, lambda *_: None)
+        found = memory(prepared.model.spec, prepared.config, gather)["memory: weights and optimizer"]
+        training = prepared.config.training
+        settings = TrainerSettings(row_tokens=int(training.row_tokens), rows=1, gather=gather,
+                                   compute_dtype=training.compute_dtype)  # fmt: skip
+        trainer = Trainer(prepared.model.spec, prepared.model.params, settings, lora=lora_spec(prepared.config),
+                          mesh=training_mesh(prepared.config))  # fmt: skip
+        on, weights = trainer._placement, trainer.trainable
+        working, sums = on.working(weights), on.zeros_like(weights)
+        transposes = on.transposed(working if trainer.frozen is None else trainer.frozen, trainer.program)
+        trees = (weights, trainer.frozen, trainer._optimizer, working, sums, transposes)
+        kept = {id(leaf): leaf for leaf in jax.tree.leaves(trees)}.values()  # the masters may be the working weights
+        parts = [part for leaf in kept for part in leaf.addressable_shards if part.device == jax.devices()[0]]
+        held = sum(part.data.nbytes for part in parts)
+        assert found == pytest.approx(held, rel=0.01), (devices, gather)

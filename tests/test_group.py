@@ -8,12 +8,12 @@ import pathlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from memory_board import MemoryBoard
 
 from locojax.config import HostsConfig, load
 from locojax.errors import ConfigError, DeadlineError, HostError
@@ -23,34 +23,6 @@ from locojax.hosts.place import Place, find_place, platforms_to_try
 from locojax.hosts.watch import Sign, Wait, Watch
 
 ALL = {"LOCOJAX_COORDINATOR": "10.0.0.1:9000", "LOCOJAX_NUM_HOSTS": "4", "LOCOJAX_HOST_ID": "2"}
-
-
-class MemoryBoard:
-    """A board for hosts that are threads of one process."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-        self.changed = threading.Condition()
-
-    def put(self, key: str, value: str) -> None:
-        with self.changed:
-            self.values[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str, seconds: float) -> str:
-        with self.changed:
-            if not self.changed.wait_for(lambda: key in self.values, seconds):
-                raise TimeoutError(key)
-            return self.values[key]
-
-    def read(self, folder: str) -> dict[str, str]:
-        with self.changed:
-            found = [(key, value) for key, value in self.values.items() if key.startswith(folder + "/")]
-            return {key.rpartition("/")[2]: value for key, value in found}
-
-    def forget(self, key: str) -> None:
-        with self.changed:
-            self.values.pop(key, None)
 
 
 class Clock:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import signal
 import sys
@@ -13,15 +12,14 @@ import time
 import jax
 import numpy as np
 import pytest
+import real_runs
+from real_runs import ROOT, lines, weights
 from tiny import write_tiny_model
 
+from locojax.cli_doctor import examine
 from locojax.config import load
 from locojax.hosts import colocated
-from locojax.hosts.checkpoint import Checkpoints
-from locojax.hosts.launch import launch
 from locojax.measure.timeline import Timeline
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 REWARD = """
 def score(prompt, completion, answer, meta):
@@ -55,22 +53,13 @@ class Place:
     ) -> int:
         """So many hosts, each a process; the launch's exit code."""
         command = [sys.executable, *program, *self.arguments, f"run.name={name}", *arguments]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "XLA_FLAGS": "",
-            "LOCOJAX_CACHE": str(self.folder / "cache"),
-            "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        }
-        errors = (self.folder / f"{name}.err").open("w")
-        with errors:
-            return launch(
-                command + ["--resume"] * resume,
-                num_hosts,
-                devices_per_host=devices,
-                environment=environment,
-                errors=errors,
-            )
+        return real_runs.start(
+            command + ["--resume"] * resume,
+            num_hosts,
+            errors=self.folder / f"{name}.err",
+            jax_cache=str(jax.config.jax_compilation_cache_dir),
+            devices=devices,
+        )
 
     def errors(self, name: str) -> str:
         return (self.folder / f"{name}.err").read_text()
@@ -112,30 +101,12 @@ def struck(host: int, number: int, phase: str) -> tuple[str, ...]:
     return (str(ROOT / "tests" / "hosts_victim.py"), str(host), str(int(number)), phase)
 
 
-def lines(path: pathlib.Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def samples(folder: pathlib.Path, step: int) -> dict[tuple[str, int], tuple]:
     """(prompt, sample) -> what was sampled and how it was graded, over all hosts' files."""
     rows = [row for path in folder.glob(f"samples/step_{step:05d}*.jsonl") for row in lines(path)]
     found = {(r["prompt_id"], r["sample"]): (r["completion"], r["num_tokens"], r["reward"]) for r in rows}
     assert len(found) == len(rows) == 12, "every sample once, on one host"
     return found
-
-
-def weights(folder: pathlib.Path) -> list[np.ndarray]:
-    config = load(folder / "config.toml")
-    checkpoints = Checkpoints(folder / colocated.CHECKPOINTS, config)
-    state = checkpoints.restore_as_saved()
-    checkpoints.close()
-    return _leaves(state)
-
-
-def _leaves(tree) -> list[np.ndarray]:
-    if isinstance(tree, dict):
-        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
-    return [np.asarray(tree)]
 
 
 def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
@@ -200,12 +171,31 @@ def test_no_switch_changes_what_is_learnt(place, settings, request):
     assert met == [3, 3] or (name == "substeps" and set(met) <= {2, 3})  # nothing to learn: nothing trained
 
 
+def test_a_slow_host_s_groups_are_done_by_another_and_the_update_is_the_same(place, one):
+    settings = ("rollout.max_slots=2", "hosts.steal_groups=true")
+    slow = (str(ROOT / "tests" / "hosts_victim.py"), "0", "0.7s", "decode")
+    assert place.launched(2, "straggler", *settings, program=slow) == 0, place.errors("straggler")
+    both = place.folder / "straggler"
+    assert_same_run(one, both)
+    found, other = lines(both / "metrics.jsonl"), lines(both / "metrics.host1.jsonl")
+    assert [line["extra"]["num_meetings"] for line in found] == [3, 3]
+    # Of the slow host's two groups one is kept back. In the first step the other host may come too late for it.
+    stolen = [line["extra"]["num_stolen_groups"] for line in found]
+    assert stolen in ([0, 1], [1, 1]) and [line["num_completions"] for line in other] == [4 + 4 * n for n in stolen]
+    findings = examine(both)
+    assert not findings.wrong and "6 prompts of 2 steps trained once each" in findings.proven, findings
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize(("host", "phase"), [(0, "decode"), (1, "train")])
-def test_a_killed_host_ends_the_others_with_its_name(place, host, phase, capfd):
-    name = f"killed-{host}-{phase}"
+@pytest.mark.parametrize(
+    ("host", "phase", "controller"),
+    [(0, "decode", "local"), (1, "train", "local"), (1, "decode", "single"), (0, "train", "single")],
+)
+def test_a_killed_host_ends_the_others_with_its_name(place, host, phase, controller, capfd):
+    name = f"killed-{host}-{phase}-{controller}"
     start = time.monotonic()
-    code = place.launched(2, name, "hosts.silence_seconds=8", program=struck(host, signal.SIGKILL, phase))
+    settings = ("hosts.silence_seconds=8", f"hosts.controller={controller}")
+    code = place.launched(2, name, *settings, program=struck(host, signal.SIGKILL, phase))
     assert code == 1
     text = place.errors(name) + capfd.readouterr().err
     assert f"Host {host} of 2 was ended by SIGKILL" in text

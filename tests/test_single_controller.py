@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import pytest
+import real_runs
 from hosts_single import RUNS
+from memory_board import MemoryBoard, host
+from real_runs import weights
 from tiny import write_tiny_model
 
 from locojax.config import load
 from locojax.hosts import colocated
-from locojax.hosts.checkpoint import Checkpoints
-from locojax.hosts.group import Group
-from locojax.hosts.launch import launch
 from locojax.hosts.single_orders import Orders
 from locojax.measure.timeline import Timeline
 from locojax.resolving import resolve
@@ -59,23 +59,6 @@ def samples(folder: pathlib.Path) -> list[dict[tuple[str, int], tuple]]:
     return found
 
 
-def weights(folder: pathlib.Path) -> list[np.ndarray]:
-    checkpoints = Checkpoints(folder / colocated.CHECKPOINTS, load(folder / "config.toml"))
-    state = checkpoints.restore_as_saved()
-    checkpoints.close()
-    leaves: list[np.ndarray] = []
-
-    def walk(tree) -> None:
-        if isinstance(tree, dict):
-            for key in sorted(tree):
-                walk(tree[key])
-        else:
-            leaves.append(np.asarray(tree))
-
-    walk(state)
-    return leaves
-
-
 def assert_same_run(first: pathlib.Path, second: pathlib.Path) -> None:
     assert samples(first) == samples(second)
     for ours, theirs in zip(weights(first), weights(second), strict=True):
@@ -88,9 +71,8 @@ def two_hosts(arguments) -> pathlib.Path:
     folder = pathlib.Path(load(None, arguments).run.dir) / "two"
     folder.mkdir()
     command = [sys.executable, str(HERE / "hosts_single.py"), *arguments, f"run.dir={folder}"]
-    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}", "XLA_FLAGS": ""}
-    with (folder / "errors").open("w") as errors:
-        code = launch(command, 2, devices_per_host=1, environment=environment, errors=errors)
+    cache = str(jax.config.jax_compilation_cache_dir)
+    code = real_runs.start(command, 2, errors=folder / "errors", jax_cache=cache, devices=1)
     assert code == 0, (folder / "errors").read_text()
     return folder
 
@@ -134,35 +116,12 @@ def test_an_iteration_a_call_unless_told_otherwise():
     assert iterations("hosts.controller=single", "rollout.decode_iterations=8") == 8
 
 
-class Shelf:
-    """A `Board` in this process."""
-
-    def __init__(self):
-        self.held = {}
-
-    def put(self, key, value):
-        self.held[key] = value
-
-    def get(self, key, seconds):
-        if key not in self.held:
-            raise TimeoutError(key)
-        return self.held[key]
-
-    def read(self, folder):
-        return {key.rpartition("/")[2]: value for key, value in self.held.items() if key.startswith(f"{folder}/")}
-
-    def forget(self, key):
-        self.held = {name: value for name, value in self.held.items() if not name.startswith(key)}
-
-
-def orders_of(rank: int, board: Shelf) -> Orders:
-    group = Group(rank, 2)
-    group._board = board  # without the threads that watch over real hosts
-    return Orders(group)
+def orders_of(rank: int, board: MemoryBoard) -> Orders:
+    return Orders(host(rank, 2, board))
 
 
 def test_orders_are_heard_in_order_and_the_end_brings_each_host_its_part():
-    board = Shelf()
+    board = MemoryBoard()
     head, other = orders_of(0, board), orders_of(1, board)
     for wave in range(4):
         with head.order("run", wave, np.arange(3)):
@@ -173,7 +132,7 @@ def test_orders_are_heard_in_order_and_the_end_brings_each_host_its_part():
         with other.heard(1.0) as (action, parts):
             assert action == "end"
         assert other.ended(parts) == f"yours {wave}"
-    assert {key.split("/")[2] for key in board.held} == {"2", "3"}  # old waves are forgotten
+    assert {key.split("/")[2] for key in board.values} == {"2", "3"}  # old waves are forgotten
     with pytest.raises(TimeoutError):
         with other.heard(1.0):
             pass

@@ -29,7 +29,7 @@ from locojax.hosts import learning
 from locojax.hosts.alarms import alarms
 from locojax.hosts.checkpoint import Position
 from locojax.hosts.collector import Collector
-from locojax.hosts.generation import Generated, Generation
+from locojax.hosts.generation import NOTHING, Generated, Generation
 from locojax.hosts.group import AgreedStop, Announcing, Group
 from locojax.hosts.hostlog import HostLog
 from locojax.hosts.interrupt import Interrupts, Stopped
@@ -47,6 +47,7 @@ from locojax.hosts.shared_checkpoints import CHECKPOINTS, SharedCheckpoints
 from locojax.hosts.sharing import shares
 from locojax.hosts.single_controller import Lockstepping, SingleGeneration
 from locojax.hosts.startup import Startup
+from locojax.hosts.stealing import Claims, StealingGeneration
 from locojax.hosts.updates import Updates, plan_updates, train
 from locojax.hosts.worker import HostWorker, local_engine
 from locojax.rl.batches import BatchOrder
@@ -109,12 +110,14 @@ def _run(
             worker = HostWorker(prepared.model, config, timer.phase, agree, make_engine)
             if outset.restores:
                 worker.trainer.restore(checkpoints.restore(worker.trainer.state()))
-        check = interrupts.check
-        if lockstep is None:
-            generation = Generation(worker, grader, config, timer, check, journal)
+        parts = (worker, grader, config, timer, interrupts.check, journal)
+        generation: Generation
+        if lockstep is not None:
+            generation = SingleGeneration(*parts, lockstep, prepared.train, prepared.held_out, order)
+        elif config.hosts.steal_groups and group.size > 1:
+            generation = StealingGeneration(*parts, Claims(group), prepared.train, order)
         else:
-            generation = SingleGeneration(worker, grader, config, timer, check, journal, lockstep=lockstep,
-                                          train=prepared.train, held_out=prepared.held_out, order=order)  # fmt: skip
+            generation = Generation(*parts)
         loop = Loop(prepared, group, worker, generation, order, log, progress, checkpoints, timer, interrupts, outset,
                     journal, startup)  # fmt: skip
         with Collector(config.hosts.freeze_gc) as collector:
@@ -244,16 +247,17 @@ class Loop:
         run_config, number, meetings = self.config.run, step_index + 1, self._group.num_meetings
         with self._timer.step(step_index):
             batch = [self._prepared.train[index] for index in self._order.at(step_index)]
-            places = self._share(batch)
-            prompts = [batch[place] for place in places]
+            share = self._share(batch)
             pipeline = None
             if run_config.pipelined:
-                pipeline = Pipeline(self._worker, self.config, len(prompts) * self.config.rollout.group_size)
-            generated = self._generate(prompts, places, step_index, pipeline)
+                pipeline = Pipeline(self._worker, self.config, len(share) * self.config.rollout.group_size)
+            generated = self._generate([batch[place] for place in share], share, step_index, pipeline)
             self._memory.ended("generate")
             with self._timer.phase("reward"):
                 lesson = learning.lesson(generated.groups, self.config)
             with self._timer.phase("pack"):
+                places = generated.places  # other hosts may have taken some, and this one some of theirs
+                prompts = [graded.prompt for graded in generated.groups]
                 updates = plan_updates(self._worker, lesson, self.config, places, num_hosts=self._group.size)
             report = self._report(generated, lesson, updates)
             with self._timer.phase("wait"):
@@ -303,7 +307,7 @@ class Loop:
         except KeyboardInterrupt:
             if not self._interrupts.came:
                 raise
-            return Generated((), 0.0)
+            return NOTHING
 
     def _report(self, generated: Generated, lesson: learning.Lesson, updates: Updates) -> Report:
         rewards = [r.reward.value for group in generated.groups for r in group.rollouts if r.reward.value is not None]
@@ -313,6 +317,7 @@ class Loop:
             rewards=Moments.of(rewards),
             generate_seconds=generated.seconds,
             counts=updates.counts,
+            num_stolen=generated.num_stolen,
         )
 
     def _train(
@@ -359,13 +364,15 @@ class Loop:
         before = self.position.held_out_first if account.step == 0 else None
         journal_seconds = self._journal.seconds - self._journal_seconds
         self._journal_seconds = self._journal.seconds
+        told = agreed if self._group.is_first else Agreed((report,))
+        stolen = {"num_stolen_groups": told.num_stolen} if several and self.config.hosts.steal_groups else {}
         metrics = learning.step_metrics(
             account,
-            agreed if self._group.is_first else Agreed((report,)),
+            told,
             trained,
             held_out_before=before,
             held_out=accuracy,
-            extra={"journal_seconds": journal_seconds, **extra},
+            extra={"journal_seconds": journal_seconds, **stolen, **extra},
         )
         if several and self.config.hosts.metrics_in_barrier:
             lines = self._group.exchange("metrics", metrics.to_json())  # all hosts, whatever each has kept

@@ -31,6 +31,15 @@ class CoordinationBoard:
     def put(self, key: str, value: str) -> None:
         self._client.key_value_set(_PREFIX + key, value, allow_overwrite=True)
 
+    def claim(self, key: str, value: str) -> bool:
+        try:
+            self._client.key_value_set(_PREFIX + key, value, allow_overwrite=False)
+        except jax.errors.JaxRuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
+
     def get(self, key: str, seconds: float) -> str:
         try:
             return self._client.blocking_key_value_get(_PREFIX + key, int(seconds * 1000))

@@ -172,25 +172,34 @@ class Group:
 
     @contextlib.contextmanager
     def waiting(self, phase: str) -> Iterator[None]:
-        """A meeting: what happens inside waits for the other hosts, and has `deadline_seconds` to end.
-
-        A collective that breaks because a host died raises, on some transports, before anyone knows which: it is held
-        back until the watchdog has had the time to tell.
-        """
+        """A meeting: what happens inside waits for the other hosts, and has `deadline_seconds` to end."""
         if self._watchdog is None:
             yield
             return
         before = self._watchdog.doing(phase)
         self._watchdog.enter(phase)
         try:
-            yield
-        except (RuntimeError, ValueError) as error:  # jax raises either when a peer is gone
-            print(f"Host {self.rank}, in phase '{phase}': {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-            time.sleep(self._silence + 3 * BEAT_SECONDS)
-            raise
+            with self.reaching(phase):
+                yield
         finally:
             self._watchdog.leave()
             self._watchdog.doing(before)
+
+    @contextlib.contextmanager
+    def reaching(self, phase: str) -> Iterator[None]:
+        """What happens inside reaches for other hosts or the board, without waiting for anybody: no meeting.
+
+        A collective that breaks because a host died raises, on some transports, before anyone knows which, and so does
+        a board that is gone: the error is held back until the watchdog has had the time to tell.
+        """
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # jax raises either when a peer is gone
+            if self._watchdog is not None:
+                said = str(error).splitlines()[0]
+                print(f"Host {self.rank}, in phase '{phase}': {said}", file=sys.stderr, flush=True)
+                time.sleep(self._silence + 3 * BEAT_SECONDS)
+            raise
 
     @contextlib.contextmanager
     def doing(self, phase: str) -> Iterator[None]:

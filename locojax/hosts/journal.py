@@ -105,16 +105,13 @@ class Journal:
         self, step: int, places: Sequence[int], prompts: Sequence[Prompt], *, policy_version: int, group_size: int
     ) -> StepNotes:
         """Notes of a step whose prompts have just been drawn; `places`: theirs in the batch of all hosts."""
-        self._add(self._ledger, Drawn(step, tuple(places), tuple(prompt.prompt_id for prompt in prompts)))
+        self._drawn(step, places, prompts)
         found = self._recalled(step)
         if step != self._rollouts_step:
             self._open_rollouts(step)  # cuts off a torn tail, so what was found of it has been said
-        known = {}
-        for index, (place, prompt) in enumerate(zip(places, prompts, strict=True)):
-            usable = [each for each in found.get(place, ()) if _is_of(each, prompt, policy_version, group_size)]
-            if usable:
-                known[index] = max(usable, key=lambda each: each.num_graded)
-        return StepNotes(self, step, tuple(places), tuple(prompts), known)
+        notes = StepNotes(self, step, found, policy_version, group_size)
+        notes._extend(places, prompts)
+        return notes
 
     def trained(
         self,
@@ -157,6 +154,9 @@ class Journal:
                 file.close()
         finally:
             self._ledger.close()
+
+    def _drawn(self, step: int, places: Sequence[int], prompts: Sequence[Prompt]) -> None:
+        self._add(self._ledger, Drawn(step, tuple(places), tuple(prompt.prompt_id for prompt in prompts)))
 
     def _open_rollouts(self, step: int) -> None:
         start = time.perf_counter()
@@ -202,15 +202,27 @@ class StepNotes:
     """
 
     def __init__(
-        self,
-        journal: Journal,
-        step: int,
-        places: tuple[int, ...],
-        prompts: tuple[Prompt, ...],
-        known: Mapping[int, Recalled],
+        self, journal: Journal, step: int, found: Mapping[int, Sequence[Recalled]], policy_version: int, group_size: int
     ):
-        self._journal, self._step, self._places, self._prompts = journal, step, places, prompts
-        self.known = known
+        self._journal, self._step, self._found = journal, step, found
+        self._policy_version, self._group_size = policy_version, group_size
+        self._places: list[int] = []
+        self._prompts: list[Prompt] = []
+        self.known: dict[int, Recalled] = {}
+
+    def draw(self, place: int, prompt: Prompt) -> None:
+        """One prompt more is this host's, the next by index."""
+        self._journal._drawn(self._step, [place], [prompt])
+        self._extend([place], [prompt])
+
+    def _extend(self, places: Sequence[int], prompts: Sequence[Prompt]) -> None:
+        for index, (place, prompt) in enumerate(zip(places, prompts, strict=True), start=len(self._places)):
+            found = self._found.get(place, ())
+            usable = [each for each in found if _is_of(each, prompt, self._policy_version, self._group_size)]
+            if usable:
+                self.known[index] = max(usable, key=lambda each: each.num_graded)
+        self._places += places
+        self._prompts += prompts
 
     def sampled(self, index: int, completions: Sequence[Completion], seconds: float) -> None:
         """All completions of a prompt are there, `seconds` after the step's first admission."""

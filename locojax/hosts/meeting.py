@@ -59,6 +59,7 @@ class Report:
       stats: of its groups. rewards: of its scorable completions.
       generate_seconds: from the first admission to the last completion.
       counts: what the trainer must know of each of its calls that the step makes: `agreement.Counts.ints`.
+      num_stolen: of its groups, those that it took over from other hosts.
     """
 
     stop: int
@@ -66,22 +67,23 @@ class Report:
     rewards: Moments
     generate_seconds: float
     counts: tuple[tuple[int, ...], ...] = ()
+    num_stolen: int = 0
 
     def encode(self) -> np.ndarray:
         """i64[n]; numbers that aren't whole by their bits."""
         floats = np.array([self.rewards.mean, self.rewards.deviations, self.generate_seconds], np.float64)
-        ints = [self.stop, self.rewards.count, *dataclasses.astuple(self.stats)]
+        ints = [self.stop, self.num_stolen, self.rewards.count, *dataclasses.astuple(self.stats)]
         counts = [number for row in self.counts for number in row]
         return np.concatenate([np.array(ints, np.int64), floats.view(np.int64), np.array(counts, np.int64)])
 
     @classmethod
     def decode(cls, row: np.ndarray) -> Report:
         num_stats = len(dataclasses.fields(DatumStats))
-        stop, count = row[:2].tolist()
-        stats = DatumStats(*row[2 : 2 + num_stats].tolist())
-        mean, deviations, seconds = np.ascontiguousarray(row[2 + num_stats : 5 + num_stats]).view(np.float64).tolist()
-        counts = tuple(map(tuple, row[5 + num_stats :].reshape(-1, NUM_COUNTS).tolist()))
-        return cls(stop, stats, Moments(count, mean, deviations), seconds, counts)
+        (stop, num_stolen, count), row = row[:3].tolist(), row[3:]
+        stats, row = DatumStats(*row[:num_stats].tolist()), row[num_stats:]
+        mean, deviations, seconds = np.ascontiguousarray(row[:3]).view(np.float64).tolist()
+        counts = tuple(map(tuple, row[3:].reshape(-1, NUM_COUNTS).tolist()))
+        return cls(stop, stats, Moments(count, mean, deviations), seconds, counts, num_stolen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +112,10 @@ class Agreed:
     @property
     def rewards(self) -> Moments:
         return sum((report.rewards for report in self.reports), Moments())
+
+    @property
+    def num_stolen(self) -> int:
+        return sum(report.num_stolen for report in self.reports)
 
     @property
     def generate_seconds(self) -> tuple[float, ...]:

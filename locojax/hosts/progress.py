@@ -105,6 +105,8 @@ def step_line(metrics: StepMetrics, num_steps: int) -> str:
     ]
     if slow := slow_host(metrics.generate_seconds):
         parts.append(slow)
+    if num_stolen := int(metrics.extra.get("num_stolen_groups", 0)):
+        parts.append(f"{num_stolen} group{'s' * (num_stolen > 1)} stolen")
     if metrics.held_out is not None:
         parts.append(f"held-out {metrics.held_out:.2f}")
     return "  ".join(parts)

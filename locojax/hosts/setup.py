@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 
 from locojax import config as config_module
 from locojax.config import Config
-from locojax.hosts.worker import lora_spec
+from locojax.hosts.worker import lora_spec, training_mesh
 from locojax.models.hub import LoadedModel, load_model
 from locojax.models.lora import adapter_parameters
+from locojax.models.sharding import MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec, num_parameters
 from locojax.models.spec import count as count_parameters
 from locojax.resolving import resolve
 from locojax.rl.datasets import Template, encode_prompts, fit_prompts
 from locojax.rl.sources import load_source
+from locojax.training.over_mesh import auto_gather
 from locojax.training.platform import auto_dtype
+from locojax.training.programs import ProgramSpec
+from locojax.training.sharded import Gather, Over, abstract_state
 from locojax.types import Prompt
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -112,12 +117,17 @@ def describe(config: Config) -> tuple[Config, list[tuple[str, str]]]:
     return resolved, rows + [(name, f"{size / GIB:.2f} GiB") for name, size in memory(spec, resolved).items()]
 
 
-def memory(spec: ModelSpec, config: Config) -> dict[str, float]:
-    """Bytes by purpose: an estimate from shapes, before anything is compiled. Activations are of one micro-batch."""
-    lora, training = lora_spec(config), config.training
+def memory(spec: ModelSpec, config: Config, gather: Gather | Literal["auto"] = "auto") -> dict[str, float]:
+    """Bytes by purpose, of one device: an estimate from shapes, before anything is compiled.
+
+    Activations are of one micro-batch.
+
+    Args:
+      gather: over a mesh, when the trainer makes weights whole; auto: as it does by itself.
+    """
+    training = config.training
     compute, rollout = BYTES_OF[training.compute_dtype], BYTES_OF[config.rollout.dtype]
     total = num_parameters(spec)
-    trained = total if lora is None else count_parameters(adapter_parameters(spec, lora))
     tokens = int(training.rows) * int(training.row_tokens)
     # Per token and layer: norms, q, k, v, attention's output and the residual sums; gate, up, their product.
     width = 6 * spec.hidden_size + 2 * spec.q_size + 2 * spec.kv_size + 4 * spec.intermediate_size
@@ -127,9 +137,19 @@ def memory(spec: ModelSpec, config: Config) -> dict[str, float]:
     slots = int(config.rollout.max_slots)
     kv = slots * config.rollout.max_tokens * spec.num_layers * 2 * spec.kv_size * rollout
     found = {
-        "memory: weights and optimizer": 16.0 * trained + (0 if lora is None else compute * total),
+        "memory: weights and optimizer": float(sum(_trainer_bytes(spec, config, gather).values())),
         "memory: sampler's weights": float(rollout * (total + spec.vocab_size * spec.hidden_size)),
         "memory: activations of a micro-batch": float(activations + scores),
         "memory: keys and values": float(kv),
     }
     return {**found, "memory: sum": sum(found.values())}
+
+
+def _trainer_bytes(spec: ModelSpec, config: Config, gather: Gather | Literal["auto"]) -> dict[str, int]:
+    mesh, training = training_mesh(config), config.training
+    if mesh is None:  # one device reads the masters themselves, as where a layer is made whole at a time
+        mesh, gather = make_mesh(MeshSpec(), jax.devices()[:1]), "layer"
+    over = Over(mesh, auto_gather(mesh) if gather == "auto" else gather)
+    program = ProgramSpec(spec, lora_spec(config), training.compute_dtype, training.remat, 1, True)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    return abstract_state(program, over, keep_transposes=on_cpu).held(over)

@@ -13,20 +13,18 @@ prefix sharing, packing, losses, publishing are the same code, and so are the to
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from locojax.config import Config
-from locojax.hosts.generation import Generated, Generation, Show
+from locojax.hosts.generation import NOTHING, Generated, Generation, Show
 from locojax.hosts.group import Group
-from locojax.hosts.journal import Journal
 from locojax.hosts.phases import StepTimer
 from locojax.hosts.sharing import shares
 from locojax.hosts.single_orders import Orders
-from locojax.hosts.worker import HostWorker, Timed
+from locojax.hosts.worker import Timed
 from locojax.models.spec import ModelSpec
 from locojax.rl.batches import BatchOrder
-from locojax.rl.grading import Grader
 from locojax.rollout.lockstep import Lockstep, LockstepEngine
 from locojax.rollout.lockstep_programs import LockstepDevices, host_mesh
 from locojax.rollout.programs import ProgramSpec
@@ -75,39 +73,28 @@ class Lockstepping:
         return self.orders.ended(arguments)
 
 
+@dataclasses.dataclass(eq=False)
 class SingleGeneration(Generation):
     """A `Generation` that host 0 does for all; see the module's head. Every host makes each call.
 
-    Args:
+    Attributes:
       lockstep: whose engine is the worker's.
       train, held_out: all of the run's prompts.
       order: which of them a step trains on.
     """
 
-    def __init__(
-        self,
-        worker: HostWorker,
-        grader: Grader,
-        config: Config,
-        timer: StepTimer,
-        check: Callable[[], None],
-        journal: Journal,
-        *,
-        lockstep: Lockstepping,
-        train: Sequence[Prompt],
-        held_out: Sequence[Prompt],
-        order: BatchOrder,
-    ):
-        super().__init__(worker, grader, config, timer, check, journal)
-        self._lockstep, self._train, self._held_out, self._order = lockstep, train, held_out, order
+    lockstep: Lockstepping
+    train: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    order: BatchOrder
 
     def warm_up(self, train: Sequence[Prompt], held_out: Sequence[Prompt], batch: int) -> int:
         """On the head, for the batch of all hosts, whatever `batch` is; returns the number of programs, 0 elsewhere."""
         if not self._is_head:
-            self._lockstep.follow(self._timer)
+            self.lockstep.follow(self.timer)
             return 0
-        count = super().warm_up(self._train, self._held_out if held_out else (), self._order.batch_size)
-        self._lockstep.orders.end([()] * self._lockstep.group.size)
+        count = super().warm_up(self.train, self.held_out if held_out else (), self.order.batch_size)
+        self.lockstep.orders.end([()] * self.lockstep.group.size)
         return count
 
     def rollouts(
@@ -120,7 +107,7 @@ class SingleGeneration(Generation):
     ) -> Generated:
         """This host's groups of the step, out of those that the head generated. `prompts`: this host's."""
         assert take is None, "the configuration refuses a pipelined step under a single controller"
-        batch = [self._train[index] for index in self._order.at(step_index)]
+        batch = [self.train[index] for index in self.order.at(step_index)]
         everywhere = range(len(batch))
         return self._directed(
             batch, lambda: super(SingleGeneration, self).rollouts(batch, everywhere, step_index, show)
@@ -130,27 +117,29 @@ class SingleGeneration(Generation):
         """This host's held-out groups, out of those that the head generated."""
 
         def all_greedy() -> Generated:
-            return Generated(super(SingleGeneration, self).greedy(self._held_out, show), 0.0)
+            groups = super(SingleGeneration, self).greedy(self.held_out, show)
+            return Generated(groups, 0.0, tuple(range(len(groups))))
 
-        return self._directed(self._held_out, all_greedy).groups
+        return self._directed(self.held_out, all_greedy).groups
 
     @property
     def _is_head(self) -> bool:
-        return self._lockstep.group.is_first
+        return self.lockstep.group.is_first
 
     def _directed(self, prompts: Sequence[Prompt], generate: Callable[[], Generated]) -> Generated:
         """What the head generates for all prompts, handed out as the hosts share them."""
-        group, orders = self._lockstep.group, self._lockstep.orders
+        group, orders = self.lockstep.group, self.lockstep.orders
         if not self._is_head:
-            return Generated(*self._lockstep.follow(self._timer))
+            return self.lockstep.follow(self.timer)
         try:
             generated = generate()
         except KeyboardInterrupt:
-            orders.end([((), 0.0)] * group.size)  # the others come to the next meeting, which tells them
+            orders.end([NOTHING] * group.size)  # the others come to the next meeting, which tells them
             raise
         lengths = [len(prompt.tokens) for prompt in prompts]
-        places = shares(lengths, group.size, balance=self._config.hosts.balance)
-        with self._timer.phase("reward"):
-            return Generated(*orders.end([
-                (tuple(generated.groups[place] for place in mine), generated.seconds) for mine in places
-            ]))  # fmt: skip
+        places = shares(lengths, group.size, balance=self.config.hosts.balance)
+        with self.timer.phase("reward"):
+            return orders.end([
+                Generated(tuple(generated.groups[place] for place in mine), generated.seconds, tuple(mine))
+                for mine in places
+            ])  # fmt: skip

@@ -26,6 +26,9 @@ class Board(Protocol):
     def put(self, key: str, value: str) -> None:
         """Writes or overwrites a value."""
 
+    def claim(self, key: str, value: str) -> bool:
+        """Writes a value where there is none; False, changing nothing, where there is one. One of several wins."""
+
     def get(self, key: str, seconds: float) -> str:
         """A value, once it is there. Raises TimeoutError after `seconds`."""
 

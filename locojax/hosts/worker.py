@@ -37,6 +37,8 @@ GIB = 2**30
 DEFAULT_KV_GIB = 4.0
 
 Timed = Callable[[Phase], AbstractContextManager[None]]
+More = Callable[[int], Sequence[SampleRequest]]
+"""(slots free, as `Engine.num_free_slots` counts them) -> what to admit now."""
 MakeEngine = Callable[[ModelSpec, EngineSettings, TokenBytes, Timed], Engine]
 
 
@@ -137,13 +139,25 @@ class HostWorker:
         """Compiles what sampling such a batch needs, so that no step does; returns the number of programs."""
         return self.engine.warm_up(requests, longest_prompt)
 
-    def sample(self, requests: Sequence[SampleRequest]) -> Iterator[SampleResult]:
-        """Results as they finish; between two of them the caller may do work of its own, or stop."""
+    def sample(self, requests: Sequence[SampleRequest], more: More | None = None) -> Iterator[SampleResult]:
+        """Results as they finish; between two of them the caller may do work of its own, or stop.
+
+        Args:
+          more: asked before each of the engine's steps; when nothing is left to do, and it gives nothing, that is all.
+        """
+        self.admit(requests)
+        while True:
+            if more is not None:
+                self.admit(more(self.engine.num_free_slots))
+            if not self.engine.num_unfinished:
+                return
+            yield from self.engine.step()
+
+    def admit(self, requests: Sequence[SampleRequest]) -> None:
+        """Queues requests at the engine."""
         with self._timed("admit"):
             for request in requests:
                 self.engine.add(request)
-        while self.engine.num_unfinished:
-            yield from self.engine.step()
 
     def forget_prompts(self) -> None:
         """Ends what is cached of prompts sampled so far."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -22,7 +21,7 @@ from locojax.models.attention import Kernel
 from locojax.models.kernels import ragged_fits
 from locojax.models.logprobs import target_logprobs, target_logprobs_plain
 from locojax.models.lora import Adapters, LoraSpec
-from locojax.models.sharding import TENSOR, MeshSpec, make_mesh
+from locojax.models.sharding import TENSOR, MeshSpec, device_bytes, make_mesh
 from locojax.models.spec import ModelSpec, Parameter, parameters
 from locojax.rollout import programs as rollout_programs
 from locojax.rollout.batch import MIN_STOP_IDS, decode_rows
@@ -106,12 +105,6 @@ def mesh_of(plan: Plan, devices: Sequence[Any]) -> Mesh:
     return mesh
 
 
-def device_bytes(tree: Any) -> int:
-    """Bytes that a tree of shapes with shardings takes on one device."""
-    leaves = jax.tree.leaves(tree)
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-
 @dataclasses.dataclass(frozen=True)
 class Trainer:
     """What a trainer holds, in shapes."""
@@ -136,16 +129,7 @@ class Trainer:
 
     def held(self) -> dict[str, int]:
         """Bytes of each part of the trainer's state on a device."""
-        state = self.state
-        held = {
-            "masters": device_bytes(state.trainable),
-            "optimizer": device_bytes(state.optimizer),
-            "accumulators": device_bytes(state.accumulators),
-            "base": device_bytes(state.fixed.base) + device_bytes(state.fixed.transposes),
-        }
-        if self.plan.gather == "step":
-            held["working"] = device_bytes(state.working)
-        return held
+        return self.state.held(self.over)
 
     def programs(self) -> list[Program]:
         """Accumulating a gradient, scoring, and the update."""

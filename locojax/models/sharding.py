@@ -8,6 +8,7 @@ compiler splits heads, ffn and vocabulary over it (Shoeybi et al. 2019); its dev
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -210,6 +211,12 @@ def placed(leaf: Any, sharding: NamedSharding, dtype: DTypeLike) -> Array:
 def copied_to(leaf: Array, sharding: NamedSharding, dtype: Any) -> Array:
     """A copy of a global array under another sharding of the same devices."""
     return jax.lax.with_sharding_constraint(jnp.copy(leaf.astype(dtype)), sharding)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that a tree of shapes with shardings takes on one device."""
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
 def gathered(tree: Any) -> Any:

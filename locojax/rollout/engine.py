@@ -81,11 +81,10 @@ class Engine:
         self._requests: dict[str, Pending] = {}
         self._closed: list[SampleResult] = []  # to be returned by the next step
         self._events: list[TokenEvent] = []
-        self._num_added = 0
         # Table sizes only grow while samples run: a smaller one would be another program.
         self._table_width, self._num_stops = 1, PINNED_STOPS if self._layout.pins_shapes else 1
         self._shape = Shape(entries=2 * settings.max_slots)
-        self._copies = Moves()
+        self._copies, self._num_added = Moves(), 0
         self._cache: Any = None
         self._policy = Policy()
         self._stats = EngineStats()
@@ -221,6 +220,11 @@ class Engine:
         """Requests that `step` has yet to return."""
         return len(self._requests) + len(self._closed)
 
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no sample runs in or waits for; below 0, so many samples wait for one."""
+        return self.settings.max_slots - len(self._scheduler.running) - len(self._scheduler.waiting)
+
     def step(self) -> list[SampleResult]:
         """Runs what is due and returns the requests that finished.
 
@@ -341,12 +345,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot of the totals."""
-        return dataclasses.replace(
-            self._stats,
-            num_compilations=self.compiler.num_compilations,
-            num_preemptions=self._scheduler.num_preemptions,
-            num_prefix_hits=self._scheduler.num_prefix_hits,
-        )
+        queue, compiled = self._scheduler, self.compiler.num_compilations
+        found = {"num_preemptions": queue.num_preemptions, "num_prefix_hits": queue.num_prefix_hits}
+        return dataclasses.replace(self._stats, num_compilations=compiled, **found)
 
     @property
     def num_adapters(self) -> int:

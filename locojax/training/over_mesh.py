@@ -130,9 +130,12 @@ def placement_of(program: ProgramSpec, gather: Gather | Literal["auto"], mesh: M
     """Where a trainer's programs run: on one device, or over the mesh."""
     if mesh is None:
         return OneDevice()
-    if gather == "auto":
-        gather = "step" if mesh.devices.flat[0].platform == "cpu" else "layer"
-    return OverMesh(program, Over(mesh, gather))
+    return OverMesh(program, Over(mesh, auto_gather(mesh) if gather == "auto" else gather))
+
+
+def auto_gather(mesh: Mesh) -> Gather:
+    """When weights are made whole unless it is set: see `TrainerSettings.gather`."""
+    return "step" if mesh.devices.flat[0].platform == "cpu" else "layer"
 
 
 def _local_rows(array: Any) -> Any:

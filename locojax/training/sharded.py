@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from locojax.models import sharding
 from locojax.models.decoder import TRANSPOSED
 from locojax.models.lora import adapter_parameters
-from locojax.models.sharding import FSDP
+from locojax.models.sharding import FSDP, device_bytes
 from locojax.models.spec import Parameter, parameters
 from locojax.training import programs
 from locojax.training.losses import LOSSES, Options
@@ -334,6 +334,18 @@ class AbstractState(NamedTuple):
     accumulators: Tree
     optimizer: optax.ScaleByAdamState
     fixed: Fixed
+
+    def held(self, over: Over) -> dict[str, int]:
+        """Bytes of each part on one device."""
+        held = {
+            "masters": device_bytes(self.trainable),
+            "optimizer": device_bytes(self.optimizer),
+            "accumulators": device_bytes(self.accumulators),
+            "base": device_bytes(self.fixed.base) + device_bytes(self.fixed.transposes),
+        }
+        if over.gather == "step":  # else the masters themselves are read
+            held["working"] = device_bytes(self.working)
+        return held
 
 
 def abstract_state(spec: ProgramSpec, over: Over, *, keep_transposes: bool) -> AbstractState:

@@ -41,6 +41,13 @@ def test_the_first_of_two_hosts(crashes):
     crashes.survives("two-first", *points, AFTER_IT["training"], num_hosts=2, crash_host=0)
 
 
+def test_a_host_that_took_a_group_over(crashes):
+    """Killed when it has claimed the slow host's group; when it has sampled it; and as it writes it."""
+    points = ("after:Drawn@1#2", "after:Sampled@2#2", "torn:Sampled@3#2")
+    stealing = ("hosts.steal_groups=true", "rollout.max_slots=2")
+    crashes.survives("thief", *points, num_hosts=2, crash_host=1, settings=stealing)
+
+
 @pytest.mark.parametrize("hosts", [(2, 1), (1, 2)], ids=str)
 def test_another_number_of_hosts(crashes, hosts):
     before, after = hosts
