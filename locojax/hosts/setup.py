@@ -118,7 +118,7 @@ def memory(spec: ModelSpec, config: Config) -> dict[str, float]:
     compute, rollout = BYTES_OF[training.compute_dtype], BYTES_OF[config.rollout.dtype]
     total = num_parameters(spec)
     trained = total if lora is None else count_parameters(adapter_parameters(spec, lora))
-    tokens = int(training.rows) * int(training.row_tokens)
+    tokens = int(training.rows) * int(training.row_tokens) // training.mesh_sequence
     # Per token and layer: norms, q, k, v, attention's output and the residual sums; gate, up, their product.
     width = 6 * spec.hidden_size + 2 * spec.q_size + 2 * spec.kv_size + 4 * spec.intermediate_size
     layers = spec.num_layers if training.remat == "none" else 1

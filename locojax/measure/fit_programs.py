@@ -31,7 +31,7 @@ from locojax.rollout.pages import Shape, power_of_two
 from locojax.rollout.prefill import MIN_PROMPTS
 from locojax.rollout.settings import EngineSettings, memory_and_layout
 from locojax.training import losses as training_losses
-from locojax.training import publish, sharded
+from locojax.training import publish, shapes, sharded
 from locojax.training.programs import Hyper, ProgramSpec
 from locojax.training.sharded import Gather, Over
 
@@ -119,7 +119,7 @@ class Trainer:
     plan: Plan
     over: Over
     spec: ProgramSpec
-    state: sharded.AbstractState
+    state: shapes.AbstractState
 
     @classmethod
     def of(cls, plan: Plan, devices: Sequence[Any]) -> Trainer:
@@ -128,7 +128,7 @@ class Trainer:
             plan.model, plan.lora, plan.compute_dtype, plan.remat, plan.tile_tokens, True, plan.kernel
         )
         keep = over.mesh.devices.flat[0].platform == "cpu"
-        return cls(plan, over, spec, sharded.abstract_state(spec, over, keep_transposes=keep))
+        return cls(plan, over, spec, shapes.abstract_state(spec, over, keep_transposes=keep))
 
     @property
     def num_parts(self) -> int:
@@ -150,7 +150,7 @@ class Trainer:
     def programs(self) -> list[Program]:
         """Accumulating a gradient, scoring, and the update."""
         plan, state, over, spec = self.plan, self.state, self.over, self.spec
-        batch = sharded.abstract_batch(
+        batch = shapes.abstract_batch(
             over, rows=plan.rows, row_tokens=plan.row_tokens, loss_name=plan.loss, inputs=plan.inputs
         )
         held, options = self.held(), training_losses.LOSSES[plan.loss].options()
