@@ -19,7 +19,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from locojax.models import decoder, lora, sharding
 from locojax.models.attention import Kernel
-from locojax.models.kernels import ragged_fits
+from locojax.models.kernels import LANES, ragged_fits
 from locojax.models.logprobs import target_logprobs, target_logprobs_plain
 from locojax.models.lora import Adapters, LoraSpec
 from locojax.models.sharding import TENSOR, MeshSpec, make_mesh
@@ -57,7 +57,7 @@ class Plan:
     Attributes:
       row_tokens: of a row: the longest prompt and completion together. rows: of a micro-batch, for each device of the
         mesh's fsdp axis.
-      tensor: devices that a layer is split over; the others are the fsdp axis.
+      tensor: devices that a layer is split over. sequence: those that a row's tokens are. The others are the fsdp axis.
       loss: the loss, and inputs: its inputs that the data have.
       kernel: the form attention takes; `tpu` on TPU.
     """
@@ -67,6 +67,7 @@ class Plan:
     row_tokens: int
     rows: int = 1
     tensor: int = 1
+    sequence: int = 1
     remat: str = "full"
     tile_tokens: int = 1024
     compute_dtype: str = "bfloat16"
@@ -78,7 +79,12 @@ class Plan:
 
     def micro_batch_tokens(self, num_devices: int) -> int:
         """Tokens of a micro-batch over all devices."""
-        return self.rows * self.row_tokens * (num_devices // self.tensor)
+        return self.rows * self.row_tokens * (num_devices // (self.tensor * self.sequence))
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens of a micro-batch on each device."""
+        return self.rows * self.row_tokens // self.sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +106,10 @@ class Program:
 
 
 def mesh_of(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """The trainer's mesh. Raises ConfigError, naming the dimension, if it doesn't divide the model."""
-    mesh = make_mesh(MeshSpec(-1, plan.tensor), devices)
+    """The trainer's mesh. Raises ConfigError, naming the dimension, if it doesn't divide the model, or a row."""
+    mesh = make_mesh(MeshSpec(-1, plan.tensor, plan.sequence), devices)
     sharding.check_divides(plan.model, mesh)
+    sharding.check_rows(plan.row_tokens, plan.sequence, LANES if plan.kernel == "tpu" else 1)
     return mesh
 
 
@@ -125,7 +132,7 @@ class Trainer:
     def of(cls, plan: Plan, devices: Sequence[Any]) -> Trainer:
         over = Over(mesh_of(plan, devices), plan.gather)
         spec = ProgramSpec(
-            plan.model, plan.lora, plan.compute_dtype, plan.remat, plan.tile_tokens, True, plan.kernel
+            plan.model, plan.lora, plan.compute_dtype, plan.remat, plan.tile_tokens, True, plan.kernel, plan.sequence
         )
         keep = over.mesh.devices.flat[0].platform == "cpu"
         return cls(plan, over, spec, shapes.abstract_state(spec, over, keep_transposes=keep))
@@ -155,7 +162,7 @@ class Trainer:
         )
         held, options = self.held(), training_losses.LOSSES[plan.loss].options()
         static: dict[str, Any] = {"spec": spec, "loss_name": plan.loss, "over": over}
-        trips = -(-plan.rows * plan.row_tokens // spec.tile_tokens)
+        trips = -(-plan.device_tokens // spec.tile_tokens)
         hyper = Hyper(*(np.float32(0.0) for _ in Hyper._fields))
         masters = {"masters": held["masters"]} if plan.gather == "step" else {}
         optimizer = {"optimizer": held["optimizer"]}
@@ -284,7 +291,7 @@ LOSSES = ("loss, fused", "loss, plain log-softmax")
 def heads(plan: Plan, device: Any) -> list[Program]:
     """The loss alone, forward and backward, on all positions of a device's rows: fused, as training has it, and by a
     plain log-softmax."""
-    model, N = plan.model, plan.rows * plan.row_tokens
+    model, N = plan.model, plan.device_tokens
     tied = model.tied_embeddings
     head = (model.vocab_size, model.hidden_size) if tied else (model.hidden_size, model.vocab_size)
     dtype = jnp.dtype(plan.compute_dtype)
