@@ -27,7 +27,8 @@ from locojax.measure.fit_programs import Plan, RolloutPlan
 from locojax.models.random_model import random_weights
 from locojax.models.sharding import MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import Datum
 
 GIB = 1 << 30

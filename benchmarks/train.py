@@ -30,7 +30,8 @@ from locojax.models import decoder
 from locojax.models.lora import LoraSpec
 from locojax.models.spec import ModelSpec, RopeSpec, num_parameters
 from locojax.training.packing import pack
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import AdamParams, Datum
 
 SMOLLM2 = ModelSpec(

@@ -46,6 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batch-tokens", type=int, metavar="N",
                         help="tokens of a micro-batch over all devices (default: a row on each)")  # fmt: skip
     parser.add_argument("--tensor", type=int, default=1, metavar="N", help="devices that a layer is split over")
+    parser.add_argument("--sequence-parallel", type=int, default=1, metavar="N",
+                        help="devices that a row's tokens are split over")  # fmt: skip
     parser.add_argument("--remat", default="full", metavar="POLICY", help="what the backward pass keeps (default full)")
     parser.add_argument("--tile", type=int, default=1024, metavar="N", help="positions of one tile of the head")
     parser.add_argument("--rollout", choices=("colocated", "separate", "none"), default="colocated",
@@ -64,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
     """Compiles, searches and shows. 0: it fits; 1: it doesn't."""
     if len(options.words) != 1:
         raise ConfigError("`locojax fit` takes one model", got=" ".join(options.words) or "none")
-    for name in ("context", "lora_rank", "micro_batch_tokens", "tensor", "tile", "max_slots", "kv_gib"):
+    for name in ("context", "lora_rank", "micro_batch_tokens", "tensor", "sequence_parallel", "tile", "max_slots",
+                 "kv_gib"):  # fmt: skip
         if (value := getattr(options, name)) is not None and value <= 0:
             raise ConfigError(f"Argument --{name.replace('_', '-')} must be above 0", got=value)
     whole_kind = ":" not in options.topology and options.topology != fit_chips.CPU
@@ -120,7 +123,7 @@ def _plan(options: argparse.Namespace, slice: fit_chips.Slice) -> Plan:
     if options.remat not in POLICIES:
         raise ConfigError(f"Unknown remat policy {options.remat!r}", expected="one of " + ", ".join(POLICIES))
     on_cpu = slice.chip.name == fit_chips.CPU
-    per_row = options.context * max(1, slice.num_devices // options.tensor)
+    per_row = options.context * max(1, slice.num_devices // (options.tensor * options.sequence_parallel))
     rollout = RolloutPlan(options.rollout, options.max_slots, int(options.kv_gib * fit_chips.GIB))
     return Plan(
         fit_models.find(options.words[0]),
@@ -128,6 +131,7 @@ def _plan(options: argparse.Namespace, slice: fit_chips.Slice) -> Plan:
         options.context,
         rows=-(-(options.micro_batch_tokens or per_row) // per_row),
         tensor=options.tensor,
+        sequence=options.sequence_parallel,
         remat=options.remat,
         tile_tokens=options.tile,
         compute_dtype=auto_dtype("cpu") if on_cpu else "bfloat16",

@@ -118,11 +118,20 @@ class TrainingConfig:
     substeps: int = setting(1, "Optimizer steps per batch of rollouts.", low=1)
     mesh_fsdp: int | Auto = setting(
         "auto",
-        "Devices, of all hosts, that weights and rows are sharded over. auto: all that mesh_tensor leaves, and on one "
-        "host's CPU a single one.",
+        "Devices, of all hosts, that weights and rows are sharded over. auto: all that mesh_tensor and mesh_sequence "
+        "leave, and on one host's CPU a single one.",
         low=1,
     )
     mesh_tensor: int = setting(1, "Devices that a row's heads and widths are sharded over: tensor parallelism.", low=1)
+    mesh_sequence: int = setting(
+        1, "Devices that a row's tokens are sharded over, where a row is too long for one: sequence parallelism.", low=1
+    )
+    max_programs: int = setting(
+        16,
+        "Programs of the trainer that data may ask for, one for each loss, its inputs and number of targets; more are "
+        "refused.",
+        low=1,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,7 @@ def resolve(
 
     Raises:
       ConfigError: a set context is longer than the model's, prompt and completion don't fit in a row, or the mesh
-        doesn't fit the devices.
+        doesn't fit the devices or divide a row.
     """
     rollout, training = config.rollout, config.training
     context = _unless_set(config.model.max_context, model_context)
@@ -48,11 +48,19 @@ def resolve(
     dtype = _unless_set(training.compute_dtype, auto_dtype or ("float32" if on_cpu else "bfloat16"))
     # Attention in a row costs the square of its length where no kernel skips other segments, so on CPU rows are short;
     # but sequences share what they have in common only within a row, so it holds a few of them.
-    short, long = _round_up(max(longest, min(4 * longest, 512)), 64), max(4096, _round_up(longest, 128))
+    parts = training.mesh_sequence
+    short = _round_up(max(longest, min(4 * longest, 512)), 64 * parts)
+    long = _round_up(max(4096, longest), 128 * parts)
     row_tokens = _unless_set(training.row_tokens, short if on_cpu else long)
     if row_tokens < longest:
         problem = "Setting 'training.row_tokens' is too small for the longest prompt and completion"
         raise ConfigError(problem, got=row_tokens, expected=f"at least {longest}")
+    if row_tokens % parts:
+        raise ConfigError(
+            f"Setting 'training.row_tokens' can't be divided by training.mesh_sequence {parts}",
+            got=row_tokens,
+            expected=f"a multiple of {parts}, as {_round_up(row_tokens, parts)}",
+        )
     budget = 1024 if on_cpu else 16384
     iterations = 1 if config.hosts.controller == "single" else 16
     prompts = -(-config.run.prompts_per_step // num_hosts)
@@ -72,16 +80,20 @@ def resolve(
 
 
 def _mesh_fsdp(training: TrainingConfig, num_hosts: int, num_devices: int, on_cpu: bool) -> int:
-    tensor = training.mesh_tensor
-    alone = num_hosts == 1 and on_cpu and tensor == 1  # a CPU's devices share its cores: no use by themselves
-    fsdp = _unless_set(training.mesh_fsdp, 1 if alone else max(num_devices // tensor, 1))
-    used = fsdp * tensor
+    tensor, sequence = training.mesh_tensor, training.mesh_sequence
+    of_row = tensor * sequence
+    alone = num_hosts == 1 and on_cpu and of_row == 1  # a CPU's devices share its cores: no use by themselves
+    fsdp = _unless_set(training.mesh_fsdp, 1 if alone else max(num_devices // of_row, 1))
+    used = fsdp * of_row
     if used > num_devices or (num_hosts > 1 and used != num_devices):
+        middle, choose = "", "a mesh_tensor that divides"
+        if sequence > 1:
+            middle, choose = f" x training.mesh_sequence {sequence}", "a mesh_tensor x mesh_sequence that divides"
         raise ConfigError(
-            f"A mesh of training.mesh_fsdp {fsdp} x training.mesh_tensor {tensor} does not fit the devices",
+            f"A mesh of training.mesh_fsdp {fsdp}{middle} x training.mesh_tensor {tensor} does not fit the devices",
             got=f"{num_devices} devices on {num_hosts} host{'s' if num_hosts > 1 else ''}",
             expected=f"{used} devices" if num_hosts > 1 else f"at least {used}",
-            remedy="Leave training.mesh_fsdp at auto, and choose a mesh_tensor that divides a host's devices",
+            remedy=f"Leave training.mesh_fsdp at auto, and choose {choose} a host's devices",
         )
     return fsdp
 

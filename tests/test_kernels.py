@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from locojax.errors import ConfigError
 from locojax.measure import fit_apart
 from locojax.models import attention, kernels
-from locojax.models.sharding import FSDP, MeshSpec, make_mesh
+from locojax.models.sharding import DATA, FSDP, MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec
 from locojax.rollout.settings import EngineSettings, memory_and_layout
 
@@ -68,7 +68,7 @@ def test_splash_splits_heads_over_a_mesh(num_kv_heads):
     mesh = make_mesh(MeshSpec(2, 2), jax.devices()[:4])
     rows = PartitionSpec(FSDP)
     form = jax.shard_map(
-        splash, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows, axis_names={FSDP}, check_vma=False
+        splash, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows, axis_names=set(DATA), check_vma=False
     )  # fmt: skip
     plain = both(lambda q, k, v: attention.packed(q, k, v, until), operands)
     for ours, twin in zip(both(lambda q, k, v: form(q, k, v, until), operands), plain, strict=True):

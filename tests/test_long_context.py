@@ -9,7 +9,8 @@ from test_trainer import SPEC, drawn_params
 from locojax.hosts.memory import Alive, MemoryWatch
 from locojax.training import programs
 from locojax.training.packing import pack
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import AdamParams, Datum
 
 LADDER = (3, 5, 9, 17, 30, 51, 96)

@@ -11,7 +11,8 @@ from locojax.models import decoder
 from locojax.models.lora import Adapters, LoraSpec
 from locojax.models.spec import ModelSpec, RopeSpec
 from locojax.training.publish import Publisher
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import AdamParams, Datum
 
 SPEC = ModelSpec(

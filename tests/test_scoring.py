@@ -12,7 +12,8 @@ from locojax.errors import CapacityError, RequestError
 from locojax.models import decoder
 from locojax.models.lora import Adapters
 from locojax.models.sharding import MeshSpec, make_mesh
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import Datum
 
 TOP = 5

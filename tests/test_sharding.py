@@ -47,13 +47,16 @@ def hosts_of(num_hosts, per_host):
     return [FakeDevice(i, i % num_hosts) for i in range(num_hosts * per_host)]
 
 
-def mesh_of(fsdp, tensor=1):
-    return make_mesh(MeshSpec(fsdp, tensor), jax.devices()[: fsdp * tensor])
+DATA = ("fsdp", "sequence")
+
+
+def mesh_of(fsdp, tensor=1, sequence=1):
+    return make_mesh(MeshSpec(fsdp, tensor, sequence), jax.devices()[: fsdp * tensor * sequence])
 
 
 def test_all_devices_are_taken():
     mesh = make_mesh(MeshSpec(tensor=2), jax.devices())
-    assert mesh.axis_names == ("fsdp", "tensor") and mesh.devices.shape == (len(jax.devices()) // 2, 2)
+    assert mesh.axis_names == ("fsdp", "sequence", "tensor") and mesh.devices.shape == (len(jax.devices()) // 2, 1, 2)
     assert sharding.num_local_shards(mesh) == mesh.devices.shape[0] and not sharding.spans_processes(mesh)
 
 
@@ -62,6 +65,7 @@ def test_all_devices_are_taken():
     [
         (MeshSpec(tensor=3), 4, "a multiple of 3"),
         (MeshSpec(fsdp=2, tensor=1), 4, "Got: 4 devices. Expected: 2."),
+        (MeshSpec(sequence=3), 4, "fsdp all x sequence 3 x tensor 1 does not fit .* a multiple of 3"),
     ],
 )
 def test_a_mesh_that_does_not_fit_is_refused(spec, devices, text):
@@ -69,12 +73,20 @@ def test_a_mesh_that_does_not_fit_is_refused(spec, devices, text):
         make_mesh(spec, hosts_of(1, devices))
 
 
-def test_a_tensor_group_stays_on_one_host():
-    with pytest.raises(ConfigError, match="would span hosts of 3 devices. Expected: a tensor axis of 1, 3"):
-        make_mesh(MeshSpec(tensor=2), hosts_of(2, 3))
+@pytest.mark.parametrize(
+    "spec, axes",
+    [
+        (MeshSpec(tensor=2), "tensor axis of 2"),
+        (MeshSpec(sequence=2), "sequence axis of 2"),
+        (MeshSpec(tensor=3, sequence=2), "sequence axis of 2 x tensor axis of 3"),
+    ],
+)
+def test_a_row_stays_on_one_host(spec, axes):
+    with pytest.raises(ConfigError, match=f"The mesh's {axes} would span hosts of 3 devices. Expected: a row on 1, 3"):
+        make_mesh(spec, hosts_of(2, 3))
 
 
-@pytest.mark.parametrize("axis, value", [("fsdp", 0), ("fsdp", -2), ("tensor", 0)])
+@pytest.mark.parametrize("axis, value", [("fsdp", 0), ("fsdp", -2), ("tensor", 0), ("sequence", 0)])
 def test_sizes_of_axes_are_checked(axis, value):
     with pytest.raises(ConfigError, match=f"mesh's {axis} axis must be at least 1"):
         MeshSpec(**{axis: value})
@@ -82,24 +94,24 @@ def test_sizes_of_axes_are_checked(axis, value):
 
 def test_each_parameter_goes_where_the_table_says():
     of = sharding.partitions(parameters(SPEC), SPEC, mesh_of(2, 2))
-    assert of["embed"] == P(None, "fsdp")  # 67 tokens can't be halved
-    assert of["head"] == P("fsdp", None)
+    assert of["embed"] == P(None, DATA)  # 67 tokens can't be halved
+    assert of["head"] == P(DATA, None)
     layers = of["layers"]
-    assert layers["q"] == layers["k"] == layers["gate"] == P(None, "fsdp", "tensor")
-    assert layers["o"] == layers["down"] == P(None, "tensor", "fsdp")
+    assert layers["q"] == layers["k"] == layers["gate"] == P(None, DATA, "tensor")
+    assert layers["o"] == layers["down"] == P(None, "tensor", DATA)
     assert of["final_norm"] == layers["attn_norm"] == layers["q_bias"] == P()
 
 
 def test_kv_heads_that_the_tensor_axis_does_not_divide_are_replicated_over_it():
     layers = sharding.partitions(parameters(SPEC), SPEC, mesh_of(1, 4))["layers"]
-    assert layers["q"] == P(None, "fsdp", "tensor") and layers["k"] == layers["v"] == P(None, "fsdp", None)
+    assert layers["q"] == P(None, DATA, "tensor") and layers["k"] == layers["v"] == P(None, DATA, None)
 
 
 def test_adapters_are_split_wherever_the_mesh_divides_them():
     adapter = sharding.partitions(adapter_parameters(SPEC, LoraSpec(4, unembed=True)), SPEC, mesh_of(2, 2))
-    assert adapter["q"] == {"a": P(None, "fsdp", None), "b": P(None, None, ("fsdp", "tensor"))}
-    assert adapter["down"] == {"a": P(None, ("fsdp", "tensor"), None), "b": P(None, None, "fsdp")}
-    assert adapter["head"] == {"a": P("fsdp", None), "b": P("fsdp", None)}
+    assert adapter["q"] == {"a": P(None, DATA, None), "b": P(None, None, (*DATA, "tensor"))}
+    assert adapter["down"] == {"a": P(None, (*DATA, "tensor"), None), "b": P(None, None, DATA)}
+    assert adapter["head"] == {"a": P(DATA, None), "b": P(DATA, None)}
     uneven = sharding.partitions(adapter_parameters(SPEC, LoraSpec(3, unembed=True)), SPEC, mesh_of(2, 2))
     assert uneven["head"]["b"] == P(None, None)
 
@@ -116,16 +128,25 @@ def test_a_model_that_the_mesh_does_not_divide_is_refused_by_dimension(fsdp, ten
         sharding.check_divides(SPEC, mesh_of(fsdp, tensor))
 
 
+def test_weights_are_split_over_the_devices_of_a_row_too():
+    mesh = mesh_of(2, 1, 2)
+    placed = sharding.placed(np.zeros((2, 32, 8)), NamedSharding(mesh, P(None, DATA, "tensor")), jnp.float32)
+    assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 8, 8)}
+    with pytest.raises(ConfigError, match="hidden_size of 30 .* over the mesh's fsdp and sequence axes. Got: their "
+                                          "product = 4. Expected: one of 1, 2, 3, 5"):  # fmt: skip
+        sharding.check_divides(dataclasses.replace(SPEC, hidden_size=30), mesh)
+
+
 def test_parts_of_partitions():
-    both = P(None, ("fsdp", "tensor"), "fsdp")
-    assert sharding.without_fsdp(both) == P(None, "tensor", None)
-    assert sharding.only_fsdp(both) == P(None, "fsdp", "fsdp")
-    assert sharding.fsdp_dimension(P(None, "tensor")) == -1 and sharding.fsdp_dimension(P("tensor", "fsdp")) == 1
+    both = P(None, (*DATA, "tensor"), DATA)
+    assert sharding.without_data(both) == P(None, "tensor", None)
+    assert sharding.only_data(both) == P(None, DATA, DATA)
+    assert sharding.data_dimension(P(None, "tensor")) == -1 and sharding.data_dimension(P("tensor", DATA)) == 1
 
 
 def test_arrays_are_placed_copied_and_gathered():
     mesh, whole = mesh_of(4), np.arange(24, dtype=np.float64).reshape(3, 8)
-    placed = sharding.placed(whole, NamedSharding(mesh, P(None, "fsdp")), jnp.float32)
+    placed = sharding.placed(whole, NamedSharding(mesh, P(None, DATA)), jnp.float32)
     whole[:] = 0  # the caller's, to do with as it likes
     assert placed.dtype == jnp.float32 and {shard.data.shape for shard in placed.addressable_shards} == {(3, 2)}
     copy = sharding.copied_to(placed, NamedSharding(mesh, P()), jnp.dtype(jnp.bfloat16))
@@ -136,7 +157,7 @@ def test_arrays_are_placed_copied_and_gathered():
 
 def test_whole_weights_and_the_gradient_of_a_part():
     """Each device's gradient is its part of the sum over devices of what each makes of the whole."""
-    mesh, rng = mesh_of(4), np.random.default_rng(0)
+    mesh, rng = mesh_of(2, 1, 2), np.random.default_rng(0)
     w, x = rng.normal(size=(3, 8)).astype(np.float32), rng.normal(size=(4, 3)).astype(np.float32)
 
     def part(shard, row):
@@ -146,9 +167,9 @@ def test_whole_weights_and_the_gradient_of_a_part():
         jax.shard_map(
             part,
             mesh=mesh,
-            in_specs=(P(None, "fsdp"), P("fsdp")),
-            out_specs=P(None, "fsdp"),
-            axis_names={"fsdp"},
+            in_specs=(P(None, DATA), P(DATA)),
+            out_specs=P(None, DATA),
+            axis_names=set(DATA),
             check_vma=False,
         )
     )(w, x)

@@ -16,7 +16,8 @@ from locojax.models.lora import Adapters, LoraSpec
 from locojax.models.remat import POLICIES
 from locojax.models.spec import ModelSpec, RopeSpec
 from locojax.training.aggregation import aggregation_weights
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import AdamParams, Datum
 
 SPEC = ModelSpec(

@@ -27,8 +27,10 @@ from locojax.training.microbatch import micro_batches
 from locojax.training.plan import planned
 from locojax.training.programs import Hyper
 from locojax.training.publish import Publisher
-from locojax.training.sharded import Over, abstract_batch, abstract_state, accumulate, update
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.shapes import abstract_batch, abstract_state
+from locojax.training.sharded import Over, accumulate, update
+from locojax.training.trainer import Trainer
 from locojax.types import AdamParams, Datum
 
 ADAM = AdamParams(learning_rate=1e-3)

@@ -51,8 +51,10 @@ class Drawn:
 
 @dataclasses.dataclass(frozen=True)
 class Admitted:
-    """A host begins to sample prompts of a step. `prompts`: their fingerprints. What it had of them under other weights,
-    or of other prompts at those places, is void."""
+    """A host begins to sample prompts of a step, by weights of `version`; `prompts`: their fingerprints.
+
+    What it had of them under other weights, or of other prompts at those places, is void.
+    """
 
     step: int
     version: int

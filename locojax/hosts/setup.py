@@ -22,7 +22,8 @@ from locojax.rl.sources import load_source
 from locojax.training.over_mesh import auto_gather
 from locojax.training.platform import auto_dtype
 from locojax.training.programs import ProgramSpec
-from locojax.training.sharded import Gather, Over, abstract_state
+from locojax.training.shapes import abstract_state
+from locojax.training.sharded import Gather, Over
 from locojax.types import Prompt
 
 BYTES_OF = {"float32": 4, "bfloat16": 2}
@@ -128,7 +129,7 @@ def memory(spec: ModelSpec, config: Config, gather: Gather | Literal["auto"] = "
     training = config.training
     compute, rollout = BYTES_OF[training.compute_dtype], BYTES_OF[config.rollout.dtype]
     total = num_parameters(spec)
-    tokens = int(training.rows) * int(training.row_tokens)
+    tokens = int(training.rows) * int(training.row_tokens) // training.mesh_sequence
     # Per token and layer: norms, q, k, v, attention's output and the residual sums; gate, up, their product.
     width = 6 * spec.hidden_size + 2 * spec.q_size + 2 * spec.kv_size + 4 * spec.intermediate_size
     layers = spec.num_layers if training.remat == "none" else 1

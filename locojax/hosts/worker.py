@@ -22,7 +22,8 @@ from locojax.rollout.settings import EXACT_ROWS, EngineSettings
 from locojax.training.agreement import Agree
 from locojax.training.plan import Plan
 from locojax.training.publish import Publisher
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import (
     AdamParams,
     Completion,
@@ -69,8 +70,8 @@ def training_mesh(config: Config) -> Mesh | None:
       ConfigError: it doesn't fit the devices.
     """
     training = config.training
-    spec = MeshSpec(fsdp=int(training.mesh_fsdp), tensor=training.mesh_tensor)
-    size = spec.fsdp * spec.tensor
+    spec = MeshSpec(int(training.mesh_fsdp), training.mesh_tensor, training.mesh_sequence)
+    size = spec.fsdp * spec.sequence * spec.tensor
     return None if size == 1 else make_mesh(spec, jax.devices()[:size])
 
 
@@ -107,6 +108,7 @@ class HostWorker:
                 compute_dtype=training.compute_dtype,
                 remat=training.remat,
                 keep_reference=config.loss.kl_coefficient > 0,
+                max_programs=training.max_programs,
             ),
             lora=lora_spec(config),
             seed=config.run.seed,

@@ -174,8 +174,9 @@ def compile_each(
     begin: told each one's name, and those still to come, beforehand.
     """
     devices = devices_of(slice)
-    if (num := len(devices)) % plan.tensor:
-        raise ConfigError(f"A tensor axis of {plan.tensor} does not divide {slice.name}", got=f"{num} devices")
+    for axis in ("tensor", "sequence"):
+        if (num := len(devices)) % (size := getattr(plan, axis)):
+            raise ConfigError(f"A {axis} axis of {size} does not divide {slice.name}", got=f"{num} devices")
     found = _programs(plan, devices) + (heads(plan, devices[0]) if with_losses else [])
     wanted = [program for program in found if not names or program.name in names or program.name in LOSSES]
     wanted = [program for program in wanted if program.name not in known]
@@ -207,7 +208,8 @@ def _compiled(program: Program, plan: Plan, slice: Slice) -> Compiled:
     with target(program.device):
         traced = program.trace()
         lowered = traced.lower()
-    work = count(traced, Assumptions(program.trips, plan.tensor))
+    over_mesh = program.device is None
+    work = count(traced, Assumptions(program.trips, plan.tensor if over_mesh else 1, plan.sequence if over_mesh else 1))
     try:
         made = lowered.compile()
     except jax.errors.JaxRuntimeError as error:

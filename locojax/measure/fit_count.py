@@ -43,10 +43,12 @@ class Assumptions:
     Attributes:
       trips: of loops whose number of rounds is known only when they run.
       automatic_parts: devices that the compiler splits each product over, besides those the program names.
+      sequence: devices that rows are split over; the one that has their ends attends to most.
     """
 
     trips: int = 1
     automatic_parts: int = 1
+    sequence: int = 1
 
 
 def count(traced: Any, assumed: Assumptions) -> Work:
@@ -107,12 +109,13 @@ def _dot(equation: Any, assumed: Assumptions) -> Work:
 def _kernel(equation: Any, assumed: Assumptions) -> Work:
     """A Pallas kernel: its body once for each point of its grid, and its operands and results once.
 
-    Of a causal mask's blocks the kernel skips those above the diagonal, which a trace doesn't show: half of them.
+    Of a causal mask's blocks the kernel skips those above the diagonal, which a trace doesn't show: half of them, or of
+    the last of S parts of a row, 1 / 2S.
     """
     grid = equation.params["grid_mapping"].grid
     rounds = math.prod(size for size in grid if isinstance(size, int))
     body = _of_jaxpr(equation.params["jaxpr"], assumed)
-    share = 0.5 if str(equation.params.get("name", "")).startswith("splash") else 1.0
+    share = 1 - 0.5 / assumed.sequence if str(equation.params.get("name", "")).startswith("splash") else 1.0
     moved = sum(_bytes(variable) for variable in (*equation.invars, *equation.outvars) if variable.aval.shape)
     return Work(body.flops * rounds * share, moved)
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from locojax.models import decoder, lora, sharding
 from locojax.models.attention import Kernel
-from locojax.models.kernels import ragged_fits
+from locojax.models.kernels import LANES, ragged_fits
 from locojax.models.logprobs import target_logprobs, target_logprobs_plain
 from locojax.models.lora import Adapters, LoraSpec
 from locojax.models.sharding import TENSOR, MeshSpec, device_bytes, make_mesh
@@ -30,7 +30,7 @@ from locojax.rollout.pages import Shape, power_of_two
 from locojax.rollout.prefill import MIN_PROMPTS
 from locojax.rollout.settings import EngineSettings, memory_and_layout
 from locojax.training import losses as training_losses
-from locojax.training import publish, sharded
+from locojax.training import publish, shapes, sharded
 from locojax.training.programs import Hyper, ProgramSpec
 from locojax.training.sharded import Gather, Over
 
@@ -56,7 +56,7 @@ class Plan:
     Attributes:
       row_tokens: of a row: the longest prompt and completion together. rows: of a micro-batch, for each device of the
         mesh's fsdp axis.
-      tensor: devices that a layer is split over; the others are the fsdp axis.
+      tensor: devices that a layer is split over. sequence: those that a row's tokens are. The others are the fsdp axis.
       loss: the loss, and inputs: its inputs that the data have.
       kernel: the form attention takes; `tpu` on TPU.
     """
@@ -66,6 +66,7 @@ class Plan:
     row_tokens: int
     rows: int = 1
     tensor: int = 1
+    sequence: int = 1
     remat: str = "full"
     tile_tokens: int = 1024
     compute_dtype: str = "bfloat16"
@@ -77,7 +78,12 @@ class Plan:
 
     def micro_batch_tokens(self, num_devices: int) -> int:
         """Tokens of a micro-batch over all devices."""
-        return self.rows * self.row_tokens * (num_devices // self.tensor)
+        return self.rows * self.row_tokens * (num_devices // (self.tensor * self.sequence))
+
+    @property
+    def device_tokens(self) -> int:
+        """Tokens of a micro-batch on each device."""
+        return self.rows * self.row_tokens // self.sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +105,10 @@ class Program:
 
 
 def mesh_of(plan: Plan, devices: Sequence[Any]) -> Mesh:
-    """The trainer's mesh. Raises ConfigError, naming the dimension, if it doesn't divide the model."""
-    mesh = make_mesh(MeshSpec(-1, plan.tensor), devices)
+    """The trainer's mesh. Raises ConfigError, naming the dimension, if it doesn't divide the model, or a row."""
+    mesh = make_mesh(MeshSpec(-1, plan.tensor, plan.sequence), devices)
     sharding.check_divides(plan.model, mesh)
+    sharding.check_rows(plan.row_tokens, plan.sequence, LANES if plan.kernel == "tpu" else 1)
     return mesh
 
 
@@ -112,16 +119,16 @@ class Trainer:
     plan: Plan
     over: Over
     spec: ProgramSpec
-    state: sharded.AbstractState
+    state: shapes.AbstractState
 
     @classmethod
     def of(cls, plan: Plan, devices: Sequence[Any]) -> Trainer:
         over = Over(mesh_of(plan, devices), plan.gather)
         spec = ProgramSpec(
-            plan.model, plan.lora, plan.compute_dtype, plan.remat, plan.tile_tokens, True, plan.kernel
+            plan.model, plan.lora, plan.compute_dtype, plan.remat, plan.tile_tokens, True, plan.kernel, plan.sequence
         )
         keep = over.mesh.devices.flat[0].platform == "cpu"
-        return cls(plan, over, spec, sharded.abstract_state(spec, over, keep_transposes=keep))
+        return cls(plan, over, spec, shapes.abstract_state(spec, over, keep_transposes=keep))
 
     @property
     def num_parts(self) -> int:
@@ -134,12 +141,12 @@ class Trainer:
     def programs(self) -> list[Program]:
         """Accumulating a gradient, scoring, and the update."""
         plan, state, over, spec = self.plan, self.state, self.over, self.spec
-        batch = sharded.abstract_batch(
+        batch = shapes.abstract_batch(
             over, rows=plan.rows, row_tokens=plan.row_tokens, loss_name=plan.loss, inputs=plan.inputs
         )
         held, options = self.held(), training_losses.LOSSES[plan.loss].options()
         static: dict[str, Any] = {"spec": spec, "loss_name": plan.loss, "over": over}
-        trips = -(-plan.rows * plan.row_tokens // spec.tile_tokens)
+        trips = -(-plan.device_tokens // spec.tile_tokens)
         hyper = Hyper(*(np.float32(0.0) for _ in Hyper._fields))
         masters = {"masters": held["masters"]} if plan.gather == "step" else {}
         optimizer = {"optimizer": held["optimizer"]}
@@ -268,7 +275,7 @@ LOSSES = ("loss, fused", "loss, plain log-softmax")
 def heads(plan: Plan, device: Any) -> list[Program]:
     """The loss alone, forward and backward, on all positions of a device's rows: fused, as training has it, and by a
     plain log-softmax."""
-    model, N = plan.model, plan.rows * plan.row_tokens
+    model, N = plan.model, plan.device_tokens
     tied = model.tied_embeddings
     head = (model.vocab_size, model.hidden_size) if tied else (model.hidden_size, model.vocab_size)
     dtype = jnp.dtype(plan.compute_dtype)

@@ -29,7 +29,8 @@ def to_json(report: Report, ways: Sequence[Found] = ()) -> dict[str, Any]:
         "num_parameters": num_parameters(plan.model),
         "micro_batch_tokens": plan.micro_batch_tokens(report.slice.num_devices),
         "settings": {
-            "row_tokens": plan.row_tokens, "rows": plan.rows, "tensor": plan.tensor, "remat": plan.remat,
+            "row_tokens": plan.row_tokens, "rows": plan.rows, "tensor": plan.tensor, "sequence": plan.sequence,
+            "remat": plan.remat,
             "tile_tokens": plan.tile_tokens, "lora_rank": None if plan.lora is None else plan.lora.rank,
             "rollout": plan.rollout.where,
         },
@@ -83,10 +84,11 @@ def gib(number: float | None) -> str:
 def _memory(report: Report) -> Table:
     plan, devices = report.plan, report.slice.num_devices
     adapter = "full fine-tuning" if plan.lora is None else f"LoRA of rank {plan.lora.rank}"
+    split = f", each over {plan.sequence} devices" if plan.sequence > 1 else ""
     table = Table(
         title=f"{num_parameters(plan.model) / 1e9:.2f} B parameters, {adapter}, {report.slice.name} ({devices} devices"
         f" of {report.slice.chip.hbm_gib:.2f} GiB), micro-batches of {plan.micro_batch_tokens(devices):,} tokens in"
-        f" rows of {plan.row_tokens:,}. GiB of each device:",
+        f" rows of {plan.row_tokens:,}{split}. GiB of each device:",
         title_justify="left",
     )
     table.add_column("program")
@@ -133,7 +135,7 @@ def _buffers(report: Report) -> RenderableType:
 
 def _policies(report: Report) -> Table:
     plan = report.plan
-    tokens = plan.rows * plan.row_tokens * plan.model.num_layers
+    tokens = plan.device_tokens * plan.model.num_layers
     table = Table(
         title="Remat policies, and what each keeps between forward and backward pass:", title_justify="left"
     )

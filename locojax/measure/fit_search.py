@@ -29,7 +29,7 @@ def nearest(failed: Report, *, say: Say = print, fit: Fit = fit) -> list[Found]:
     """For each setting alone, the least change of it under which the programs that don't fit do.
 
     What is tried first is what costs least: fewer rows, other tiles, keeping less for the backward pass, splitting
-    layers over more devices, more chips.
+    layers over more devices, the longest row's tokens over some, more chips.
     """
     names = tuple(program.name for program in failed.failing() if not program.crashed)
     if not names:
@@ -83,8 +83,16 @@ def _ways(plan: Plan, slice: Slice) -> Iterator[tuple[str, Iterator[tuple[str, P
 
     def tensor() -> Iterator[tuple[str, Plan, Slice]]:
         parts = plan.tensor * 2
-        while slice.num_devices % parts == 0 and plan.model.num_heads % parts == 0:
+        while slice.num_devices % (parts * plan.sequence) == 0 and plan.model.num_heads % parts == 0:
             yield f"--tensor {parts}", _with_tokens(replace(plan, tensor=parts), tokens, slice), slice
+            parts *= 2
+
+    def sequence() -> Iterator[tuple[str, Plan, Slice]]:
+        parts = plan.sequence * 2
+        while slice.num_devices % (parts * plan.tensor) == 0:
+            split = replace(plan, sequence=parts)  # fewer rows at a time: as many would leave a device's tokens as many
+            fewer = split.micro_batch_tokens(slice.num_devices)
+            yield f"--sequence-parallel {parts} --micro-batch-tokens {fewer}", split, slice
             parts *= 2
 
     def chips() -> Iterator[tuple[str, Plan, Slice]]:
@@ -95,6 +103,8 @@ def _ways(plan: Plan, slice: Slice) -> Iterator[tuple[str, Iterator[tuple[str, P
     yield "tile", tiles()
     yield "remat policy", remat()
     yield "sharding", tensor()
+    if plan.rows == 1:  # with more, fewer of them do as well
+        yield "a row over devices", sequence()
     yield "chips", chips()
 
 

@@ -6,7 +6,7 @@ visible adds an exact 0; so both forms let GEMMs do every sum over keys, in the 
 a reduction, whose order depends on the layout.
 
 Shape letters: R rows, T tokens of a row, B decoding slots, H heads, K kv heads, G = H // K, h head dim,
-E prompt entries, P tokens of a prompt entry, C tokens of a slot.
+S keys, where they aren't T, E prompt entries, P tokens of a prompt entry, C tokens of a slot.
 
 Packed rows carry one integer a token, `until`: the index in the row at which its subtree ends. Token j is visible to
 token i when `j <= i < until[j]`. Plain packing sets `until` to the end of the segment; a prefix that several sequences
@@ -138,16 +138,26 @@ def _weighted(weights: Array, v: Array) -> tuple[Array, Array]:
 
 
 def packed(
-    q: Array, k: Array, v: Array, until: Array, *, window: int | None = None, kernel: Kernel = "plain"
+    q: Array,
+    k: Array,
+    v: Array,
+    until: Array,
+    *,
+    first: Array | None = None,
+    window: int | None = None,
+    kernel: Kernel = "plain",
 ) -> Array:
-    """Causal attention within packed rows. q [R,T,H,h], k, v [R,T,K,h], until i32[R,T] -> [R,T,H,h].
+    """Causal attention within packed rows. q [R,T,H,h], k, v [R,S,K,h], until i32[R,S] -> [R,T,H,h].
 
-    window: a query sees the last so many tokens, itself included. kernel: see `kernels.splash` for what rows it takes.
+    Args:
+      first: i32[], a multiple of T: the queries are those of the rows' tokens from there on. None: of all, and S = T.
+      window: a query sees the last so many tokens, itself included.
+      kernel: see `kernels.splash` for what rows it takes.
     """
     if kernel == "tpu":
-        return kernels.splash(q, k, v, until, name=ATTENDED, window=window)
-    T = q.shape[1]
-    if T <= QUERY_BLOCK:
+        return kernels.splash(q, k, v, until, first=first, name=ATTENDED, window=window)
+    T, S = q.shape[1], k.shape[1]
+    if first is None and T <= QUERY_BLOCK:
         # Static blocks of queries, each over the keys up to its own end: what lies above the diagonal isn't computed.
         starts = range(0, T, CAUSAL_BLOCK)
         blocks = [
@@ -159,18 +169,21 @@ def packed(
         ]  # fmt: skip
         return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
     # One block of queries at a time, recomputed in the backward pass: [T, T] scores never exist at once.
-    num_blocks = -(-T // QUERY_BLOCK)
-    pad = num_blocks * QUERY_BLOCK - T
+    # Where a row's tokens are split over devices, so are its scores.
+    size = min(T, max(CAUSAL_BLOCK, QUERY_BLOCK * T // S))
+    start = jnp.int32(0) if first is None else first
+    num_blocks = -(-T // size)
+    pad = num_blocks * size - T
     qb = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
-    qb = qb.reshape(q.shape[0], num_blocks, QUERY_BLOCK, *q.shape[2:]).swapaxes(0, 1)
+    qb = qb.reshape(q.shape[0], num_blocks, size, *q.shape[2:]).swapaxes(0, 1)
 
     @jax.checkpoint
     def block(args: tuple[Array, Array]) -> Array:
         index, q_block = args
-        return _attend(q_block, k, v, visible(until, index * QUERY_BLOCK, QUERY_BLOCK, window))
+        return _attend(q_block, k, v, visible(until, start + index * size, size, window))
 
     out = jax.lax.map(block, (jnp.arange(num_blocks, dtype=jnp.int32), qb))
-    return out.swapaxes(0, 1).reshape(q.shape[0], num_blocks * QUERY_BLOCK, *q.shape[2:])[:, :T]
+    return out.swapaxes(0, 1).reshape(q.shape[0], num_blocks * size, *q.shape[2:])[:, :T]
 
 
 def chunk_with_context(q: Array, k: Array, v: Array, context_k: Array, context_v: Array, context_len: Array) -> Array:

@@ -2,7 +2,7 @@
 
 The block is given the attention to use as a function, which is all in which the callers differ; so sampler and trainer
 agree to rounding. Shape letters: R rows, T tokens of a row, D hidden, H heads, K kv heads, h head dim, F ffn, V vocab,
-L layers. Decoding is R slots of T = 1.
+L layers, S tokens of a whole row, where T are its part. Decoding is R slots of T = 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from locojax.models import attention
+from locojax.models import attention, sharding
 from locojax.models.dense import dense
 from locojax.models.lora import Adapters, OfLayer, add_deltas
 from locojax.models.remat import LAYER_INPUT, LINEAR, POLICIES
@@ -171,20 +171,27 @@ def forward(
     keep_kv: bool = False,
     whole: Callable[[Params], Params] | None = None,
     kernel: attention.Kernel = "plain",
+    parts: int = 1,
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Packed rows -> final hidden states (after the last norm) [R, T, D] in `dtype`.
 
     Args:
       params: the tree of `spec.parameters`, any float dtype; cast to `dtype` where used.
-      tokens, positions, until: i32[R, T]; see `attention` for `until`.
+      tokens, positions: i32[R, T]. until: i32[R, S], of whole rows; see `attention`.
       remat: a key of `remat.POLICIES`.
       keep_kv: also return (k, v), each [L, R, T, K, h] after rope: what prefill stores.
       whole: makes a layer's weights whole where each device holds a part; again in the backward pass, with remat.
       kernel: the form attention takes.
+      parts: devices that rows are split over, T = S / parts tokens of each on this one. Above 1, in a program that is
+        manual over the mesh's sequence axis.
     """
-
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        return attention.packed(q, k, v, until, kernel=kernel), (k, v) if keep_kv else None
+        kept = (k, v) if keep_kv else None
+        if parts == 1:
+            return attention.packed(q, k, v, until, kernel=kernel), kept
+        # In one message; see `sharding.whole_rows`.
+        k, v = jnp.split(sharding.whole_rows(jnp.concatenate([k, v], axis=-1)), 2, axis=-1)
+        return attention.packed(q, k, v, until, first=sharding.first_token(q), kernel=kernel), kept
 
     return run_layers(params, spec, tokens, positions, attend, adapters=adapters, dtype=dtype, remat=remat, whole=whole)
 

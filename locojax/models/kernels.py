@@ -33,9 +33,17 @@ compiler's default of 16 MiB."""
 
 
 def splash(
-    q: Array, k: Array, v: Array, until: Array, *, name: str, window: int | None = None, interpret: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    until: Array,
+    *,
+    name: str,
+    first: Array | None = None,
+    window: int | None = None,
+    interpret: bool = False,
 ) -> Array:
-    """Causal attention within the segments of packed rows. q [R,T,H,h], k, v [R,T,K,h], until i32[R,T] -> [R,T,H,h].
+    """Causal attention within the segments of packed rows. q [R,T,H,h], k, v [R,S,K,h], until i32[R,S] -> [R,T,H,h].
 
     `until` is read as segment ids: it is the same for all tokens of a segment, and no other token's. A prefix that
     sequences share is no segment: rows that have one need the plain form.
@@ -43,62 +51,79 @@ def splash(
     Under a mesh that is manual over some axes, heads are split over the others: XLA can't cut a kernel up itself.
 
     Args:
+      first: i32[]: the queries are those of the rows' tokens from there on, a multiple of T; T is then a multiple of
+        LANES, and S of T. None: of all.
       name: for remat policies, of the output and of the softmax's log-normalizers, which the backward pass reads.
       window: a query sees itself and so many keys less one before it; None: all of its segment.
       interpret: run on any platform, slowly: for tests.
     """
+    begin = jnp.int32(0) if first is None else first
     attend = partial(_splash_rows, name=name, window=window, interpret=interpret)
     mesh = jax.sharding.get_abstract_mesh()
     automatic = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
     if not automatic:
-        return attend(q, k, v, until)
-    (axis,) = automatic  # fsdp is manual wherever rows are computed
+        return attend(q, k, v, until, begin)
+    (axis,) = automatic  # fsdp and sequence are manual wherever rows are computed
     parts, group = mesh.shape[axis], q.shape[2] // k.shape[2]
     heads = PartitionSpec(None, None, axis)
     kv_heads = heads if k.shape[2] % parts == 0 else PartitionSpec()
 
-    def part(q: Array, k: Array, v: Array, until: Array) -> Array:
+    def part(q: Array, k: Array, v: Array, until: Array, begin: Array) -> Array:
         if kv_heads != heads:  # each device has all of them, and takes those of its own queries
             mine = (jax.lax.axis_index(axis) * q.shape[2] + jnp.arange(q.shape[2], dtype=jnp.int32)) // group
             k, v = k[:, :, mine], v[:, :, mine]
-        return attend(q, k, v, until)
+        return attend(q, k, v, until, begin)
 
-    mapped = jax.shard_map(
-        part, in_specs=(heads, kv_heads, kv_heads, PartitionSpec()), out_specs=heads, axis_names={axis}, check_vma=False
-    )
-    return mapped(q, k, v, until)
+    everywhere = PartitionSpec()
+    in_specs = (heads, kv_heads, kv_heads, everywhere, everywhere)
+    mapped = jax.shard_map(part, in_specs=in_specs, out_specs=heads, axis_names={axis}, check_vma=False)
+    return mapped(q, k, v, until, begin)
 
 
 def _splash_rows(
-    q: Array, k: Array, v: Array, until: Array, *, name: str, window: int | None, interpret: bool
+    q: Array, k: Array, v: Array, until: Array, first: Array, *, name: str, window: int | None, interpret: bool
 ) -> Array:
-    T = q.shape[1]
+    T, parts = q.shape[1], k.shape[1] // q.shape[1]
     pad = -T % LANES
-    if pad:  # zeros, in a segment of their own
+    if pad:  # zeros, in a segment of their own; of parts of rows, T is a multiple
         q, k, v = (jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))) for x in (q, k, v))
         until = jnp.pad(until, ((0, 0), (0, pad)), constant_values=-1)
-    kernel, segment_ids = _splash_kernel(T + pad, q.shape[2], name, window, interpret)
+    kernel, segment_ids = _splash_kernel(T + pad, parts, q.shape[2], name, window, interpret)
+    own = until
+    if parts > 1:
+        # The kernel's tables say, query block by query block, which blocks of keys to visit: those of these queries.
+        part = first // T
+        own = jax.lax.dynamic_slice_in_dim(until, first, T, axis=1)
+
+        def cut(table: Array) -> Array:
+            axis = 0 if table.ndim == 1 else 1
+            size = table.shape[axis] // parts
+            return jax.lax.dynamic_slice_in_dim(table, part * size, size, axis)
+
+        kernel = jax.tree.map(cut, kernel)
     # The kernel doesn't scale; scaled in fp32, so that nothing but the product is rounded.
     q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    attended = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, segment_ids(ids, ids)))(q, k, v, until)
+    attended = jax.vmap(lambda q, k, v, own, ids: kernel(q, k, v, segment_ids(own, ids)))(q, k, v, own, until)
     return checkpoint_name(attended.swapaxes(1, 2)[:, :T], name)
 
 
-def _splash_kernel(num_tokens: int, num_heads: int, name: str, window: int | None, interpret: bool) -> tuple[Any, Any]:
-    """The kernel for rows of `num_tokens`, and its type of segment ids. Made while a program is traced."""
+def _splash_kernel(
+    num_queries: int, parts: int, num_heads: int, name: str, window: int | None, interpret: bool
+) -> tuple[Any, Any]:
+    """The kernel for rows of `parts` x `num_queries`, and its type of segment ids. Made while a program is traced."""
     from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
-    block = next(size for size in BLOCKS if num_tokens % size == 0)
+    block = next(size for size in BLOCKS if num_queries % size == 0)
     sizes = lib.BlockSizes(
         block_q=block, block_kv=block, block_kv_compute=min(block, 512),
         block_q_dkv=block, block_kv_dkv=block, block_kv_dkv_compute=min(block, 512),
         block_q_dq=block, block_kv_dq=block,
     )  # fmt: skip
-    shape = (num_tokens, num_tokens)
+    shape = (parts * num_queries,) * 2
     mask = lib.CausalMask(shape) if window is None else lib.LocalMask(shape, (window - 1, 0), 0)
     kernel = lib.make_splash_mha(
-        lib.MultiHeadMask([mask] * num_heads), block_sizes=sizes, head_shards=1, q_seq_shards=1,
+        lib.MultiHeadMask([mask] * num_heads), block_sizes=sizes, head_shards=1, q_seq_shards=parts,
         residual_checkpoint_name=name, interpret=interpret,
     )  # fmt: skip
     return kernel, lib.SegmentIds

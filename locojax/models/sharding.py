@@ -1,8 +1,11 @@
 """Which device holds which part of a parameter: mesh construction, and logical axes -> mesh axes, by one table.
 
-A mesh has two axes. `fsdp`: rows of a micro-batch are split over it, and so are the weights, which each device makes
-whole for itself, a layer at a time or all at once (Zhao et al. 2023, fully sharded data parallelism). `tensor`: the
-compiler splits heads, ffn and vocabulary over it (Shoeybi et al. 2019); its devices compute the same rows.
+A mesh has three axes. `fsdp`: rows of a micro-batch are split over it. `sequence`: the tokens of each row are, for rows
+too long for one device; attention gathers keys and values over it (Llama 3 herd, Grattafiori et al. 2024, section
+3.3.2: all-gather context parallelism), all else is token by token. Weights are split over both together, and each
+device makes them whole for itself, a layer at a time or all at once (Zhao et al. 2023, fully sharded data parallelism).
+`tensor`: the compiler splits heads, ffn and vocabulary over it (Shoeybi et al. 2019); its devices compute the same
+tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +26,15 @@ from jax.typing import DTypeLike
 from locojax.errors import ConfigError
 from locojax.models.spec import ModelSpec, Parameter
 
-FSDP, TENSOR = "fsdp", "tensor"
+FSDP, SEQUENCE, TENSOR = "fsdp", "sequence", "tensor"
 
-MESH_AXES: Mapping[str, str] = {
+DATA = (FSDP, SEQUENCE)
+"""The axes whose devices have tokens of their own: those that weights are split over, and gradients summed."""
+
+MESH_AXES: Mapping[str, str | tuple[str, ...]] = {
     "rows": FSDP,
-    "embed": FSDP,
+    "tokens": SEQUENCE,
+    "embed": DATA,
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "ffn": TENSOR,
@@ -42,48 +49,59 @@ class MeshSpec:
 
     fsdp: int = -1
     tensor: int = 1
+    sequence: int = 1
 
     def __post_init__(self) -> None:
-        if self.tensor < 1:
-            raise ConfigError("The mesh's tensor axis must be at least 1", got=self.tensor)
+        for axis in (TENSOR, SEQUENCE):
+            if getattr(self, axis) < 1:
+                raise ConfigError(f"The mesh's {axis} axis must be at least 1", got=getattr(self, axis))
         if self.fsdp != -1 and self.fsdp < 1:
             raise ConfigError("The mesh's fsdp axis must be at least 1, or -1 for all devices", got=self.fsdp)
 
 
 def make_mesh(spec: MeshSpec, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh [fsdp, tensor] over `devices`, in the order of hosts and, within a host, of ids.
+    """The mesh [fsdp, sequence, tensor] over `devices`, in the order of hosts and, within a host, of ids.
 
-    So a host's rows lie side by side. A tensor group never spans two hosts: its devices compute the same rows, which
-    only one host has.
+    So a host's rows lie side by side. The devices of a row never span two hosts: only one of them has it.
 
     Args:
       devices: all that take part; None: all of all processes. Those of a TPU topology that isn't there will do too.
 
     Raises:
-      ConfigError: the axes don't fit the devices, or a tensor group would span hosts.
+      ConfigError: the axes don't fit the devices, or a row would span hosts.
     """
     found = sorted(jax.devices() if devices is None else devices, key=lambda device: (device.process_index, device.id))
-    fsdp = len(found) // spec.tensor if spec.fsdp == -1 else spec.fsdp
-    if fsdp * spec.tensor != len(found):
+    of_row = spec.sequence * spec.tensor
+    fsdp = len(found) // of_row if spec.fsdp == -1 else spec.fsdp
+    if fsdp * of_row != len(found):
+        middle = "" if spec.sequence == 1 else f" x sequence {spec.sequence}"
         raise ConfigError(
-            f"A mesh of fsdp {'all' if spec.fsdp == -1 else spec.fsdp} x tensor {spec.tensor} does not fit the devices",
+            f"A mesh of fsdp {'all' if spec.fsdp == -1 else spec.fsdp}{middle} x tensor {spec.tensor} does not fit the"
+            " devices",
             got=f"{len(found)} devices",
-            expected=f"a multiple of {spec.tensor}" if spec.fsdp == -1 else f"{fsdp * spec.tensor}",
+            expected=f"a multiple of {of_row}" if spec.fsdp == -1 else f"{fsdp * of_row}",
         )
-    grid = np.array(found, dtype=object).reshape(fsdp, spec.tensor)
-    if any(len({device.process_index for device in group}) > 1 for group in grid):
+    grid = np.array(found, dtype=object).reshape(fsdp, spec.sequence, spec.tensor)
+    if any(len({device.process_index for device in group.flat}) > 1 for group in grid):
         per_host = len(found) // len({device.process_index for device in found})
+        sizes = {SEQUENCE: spec.sequence, TENSOR: spec.tensor}
+        axes = " x ".join(f"{axis} axis of {size}" for axis, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"The mesh's tensor axis of {spec.tensor} would span hosts of {per_host} devices",
-            expected=f"a tensor axis of {_divisors(per_host)}",
+            f"The mesh's {axes} would span hosts of {per_host} devices",
+            expected=f"a row on {_divisors(per_host)} devices",
         )
-    return Mesh(grid, (FSDP, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
+    return Mesh(grid, (FSDP, SEQUENCE, TENSOR), axis_types=(AxisType.Auto,) * 3)
+
+
+def num_parts(mesh: Mesh) -> int:
+    """Devices that weights are split over."""
+    return math.prod(mesh.shape[axis] for axis in DATA)
 
 
 def num_local_shards(mesh: Mesh) -> int:
     """Parts of a micro-batch's rows that this process holds: its share of the fsdp axis."""
     own = jax.process_index()
-    return sum(group[0].process_index == own for group in mesh.devices)
+    return sum(group.flat[0].process_index == own for group in mesh.devices)
 
 
 def spans_processes(mesh: Mesh) -> bool:
@@ -96,17 +114,30 @@ def check_divides(spec: ModelSpec, mesh: Mesh) -> None:
 
     KV heads and the vocabulary that the tensor axis doesn't divide are replicated over it instead.
     """
-    for axis, name, size in (
-        (FSDP, "hidden_size", spec.hidden_size),
-        (TENSOR, "num_heads", spec.num_heads),
-        (TENSOR, "intermediate_size", spec.intermediate_size),
+    parts, tensor = num_parts(mesh), mesh.shape[TENSOR]
+    data = (f"{FSDP} axis", FSDP) if mesh.shape[SEQUENCE] == 1 else (f"{FSDP} and {SEQUENCE} axes", "their product")
+    for axes, short, number, name, size in (
+        (*data, parts, "hidden_size", spec.hidden_size),
+        (f"{TENSOR} axis", TENSOR, tensor, "num_heads", spec.num_heads),
+        (f"{TENSOR} axis", TENSOR, tensor, "intermediate_size", spec.intermediate_size),
     ):
-        if size % mesh.shape[axis]:
+        if size % number:
             raise ConfigError(
-                f"The model's {name} of {size} can't be divided over the mesh's {axis} axis",
-                got=f"{axis} = {mesh.shape[axis]}",
+                f"The model's {name} of {size} can't be divided over the mesh's {axes}",
+                got=f"{short} = {number}",
                 expected=f"one of {_divisors(size)}",
             )
+
+
+def check_rows(row_tokens: int, sequence: int, multiple: int = 1) -> None:
+    """Raises ConfigError unless rows can be split over a sequence axis of this size, into parts of whole multiples."""
+    if sequence > 1 and row_tokens % (sequence * multiple):
+        of_kernel = f", in multiples of {multiple} as the attention kernel takes them" if multiple > 1 else ""
+        raise ConfigError(
+            f"Rows of {row_tokens} tokens can't be split over the mesh's sequence axis of {sequence}{of_kernel}",
+            expected=f"a multiple of {sequence * multiple} tokens",
+            remedy=f"Make rows of {-(-row_tokens // (sequence * multiple)) * sequence * multiple} tokens",
+        )
 
 
 def _divisors(number: int) -> str:
@@ -116,7 +147,7 @@ def _divisors(number: int) -> str:
 def partition(parameter: Parameter, spec: ModelSpec, mesh: Mesh) -> PartitionSpec:
     """Where each dimension of a parameter goes; see the table. Vectors are small, and replicated.
 
-    A matrix without an embed axis (half of an adapter's) is split over fsdp along its longest dimension that divides.
+    A matrix without an embed axis (half of an adapter's) is split along its longest dimension that divides.
     """
     if sum(axis != "layers" for axis in parameter.axes) < 2:
         return PartitionSpec()
@@ -125,15 +156,19 @@ def partition(parameter: Parameter, spec: ModelSpec, mesh: Mesh) -> PartitionSpe
         wanted = MESH_AXES.get(axis)
         # A head is never cut in two: that would be a sum over devices inside every score.
         units = {"heads": spec.num_heads, "kv_heads": spec.num_kv_heads}.get(axis, size)
-        found.append(wanted if wanted is not None and units % mesh.shape[wanted] == 0 else None)
-    if FSDP not in found:
-        parts = [mesh.shape[FSDP] * (1 if other is None else mesh.shape[other]) for other in found]
+        found.append(wanted if wanted is not None and units % _size(mesh, wanted) == 0 else None)
+    if DATA not in found:
+        parts = [num_parts(mesh) * (1 if other is None else _size(mesh, other)) for other in found]
         sizes = enumerate(zip(parameter.axes, parameter.shape, parts, strict=True))
         fitting = [i for i, (axis, size, number) in sizes if axis != "layers" and size % number == 0]
         if fitting:
             longest = max(fitting, key=lambda i: parameter.shape[i])
-            found[longest] = FSDP if found[longest] is None else (FSDP, found[longest])
+            found[longest] = DATA if found[longest] is None else (*DATA, found[longest])
     return PartitionSpec(*found)
+
+
+def _size(mesh: Mesh, axes: str | tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def partitions(declared: Any, spec: ModelSpec, mesh: Mesh) -> Any:
@@ -141,27 +176,27 @@ def partitions(declared: Any, spec: ModelSpec, mesh: Mesh) -> Any:
     return jax.tree.map(lambda parameter: partition(parameter, spec, mesh), declared)
 
 
-def without_fsdp(of: PartitionSpec) -> PartitionSpec:
-    """The same, whole on every device of the fsdp axis."""
-    return PartitionSpec(*(None if entry == FSDP else _other(entry) for entry in of))
+def without_data(of: PartitionSpec) -> PartitionSpec:
+    """The same, whole on every device of the axes `DATA`."""
+    return PartitionSpec(*(_other(entry) for entry in of))
 
 
-def only_fsdp(of: PartitionSpec) -> PartitionSpec:
-    """The part that names the fsdp axis: what a program that is manual over it is told."""
-    return PartitionSpec(*(FSDP if _has_fsdp(entry) else None for entry in of))
+def only_data(of: PartitionSpec) -> PartitionSpec:
+    """The part that names the axes `DATA`: what a program that is manual over them is told."""
+    return PartitionSpec(*(DATA if _has_data(entry) else None for entry in of))
 
 
-def fsdp_dimension(of: PartitionSpec) -> int:
-    """The dimension that is split over fsdp; -1 if none is."""
-    return next((i for i, entry in enumerate(of) if _has_fsdp(entry)), -1)
+def data_dimension(of: PartitionSpec) -> int:
+    """The dimension that is split over the axes `DATA`; -1 if none is."""
+    return next((i for i, entry in enumerate(of) if _has_data(entry)), -1)
 
 
-def _has_fsdp(entry: Any) -> bool:
-    return entry == FSDP or (isinstance(entry, tuple) and FSDP in entry)
+def _has_data(entry: Any) -> bool:
+    return isinstance(entry, tuple) and FSDP in entry
 
 
 def _other(entry: Any) -> Any:
-    return next((axis for axis in entry if axis != FSDP), None) if isinstance(entry, tuple) else entry
+    return next((axis for axis in entry if axis not in DATA), None) if isinstance(entry, tuple) else entry
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -170,7 +205,8 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def whole(shard: Array, dimension: int, dtype: DTypeLike) -> Array:
-    """Inside a program that is manual over fsdp: the whole array in `dtype`, from each device's part along `dimension`.
+    """Inside a program manual over the axes `DATA`: the whole array in `dtype`, from each device's part along
+    `dimension`.
 
     Cast first, so that no more is sent than `dtype` holds. Its gradient is summed over the devices in the part's own
     dtype, and each keeps its own part of the sum.
@@ -180,7 +216,7 @@ def whole(shard: Array, dimension: int, dtype: DTypeLike) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _whole(shard: Array, dimension: int, dtype: Any, own_dtype: Any) -> Array:
-    return jax.lax.all_gather(shard.astype(dtype), FSDP, axis=dimension, tiled=True)
+    return jax.lax.all_gather(shard.astype(dtype), DATA, axis=dimension, tiled=True)
 
 
 def _whole_fwd(shard: Array, dimension: int, dtype: Any, own_dtype: Any):
@@ -188,10 +224,50 @@ def _whole_fwd(shard: Array, dimension: int, dtype: Any, own_dtype: Any):
 
 
 def _whole_bwd(dimension: int, dtype: Any, own_dtype: Any, kept: None, g: Array):
-    return (jax.lax.psum_scatter(g.astype(own_dtype), FSDP, scatter_dimension=dimension, tiled=True),)
+    return (jax.lax.psum_scatter(g.astype(own_dtype), DATA, scatter_dimension=dimension, tiled=True),)
 
 
 _whole.defvjp(_whole_fwd, _whole_bwd)
+
+
+def whole_rows(part: Array) -> Array:
+    """Inside a program manual over the sequence axis: rows [R, T, ...] from each device's part [R, T/S, ...] of them.
+
+    Its gradient is summed over the devices in fp32, and each keeps that of its own part. No two of these should be free
+    to run at the same time: of a program read from jax's persistent cache, XLA's CPU backend runs such messages in
+    another order on each device, and takes one for the other (seen with jax 0.12).
+    """
+    return _whole_rows(part)
+
+
+def _rows(part: Array) -> Array:
+    return jax.lax.all_gather(part, SEQUENCE, axis=1, tiled=True)
+
+
+_whole_rows = jax.custom_vjp(_rows)
+
+
+def _whole_rows_fwd(part: Array):
+    return _rows(part), None
+
+
+def _whole_rows_bwd(kept: None, g: Array):
+    summed = jax.lax.psum_scatter(g.astype(jnp.float32), SEQUENCE, scatter_dimension=1, tiled=True)
+    return (summed.astype(g.dtype),)
+
+
+_whole_rows.defvjp(_whole_rows_fwd, _whole_rows_bwd)
+
+
+def first_token(part: Array) -> Array:
+    """i32[]: where in its rows this device's part [R, T/S, ...] of them begins."""
+    return jax.lax.axis_index(SEQUENCE) * part.shape[1]
+
+
+def own_tokens(rows: Array, parts: int) -> Array:
+    """The reverse of `whole_rows`: this device's part [R, T/S, ...] of rows [R, T, ...]; `parts` is S."""
+    size = rows.shape[1] // parts
+    return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(SEQUENCE) * size, size, axis=1)
 
 
 def placed(leaf: Any, sharding: NamedSharding, dtype: DTypeLike) -> Array:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from locojax.models import sharding
-from locojax.models.sharding import FSDP
+from locojax.models.sharding import FSDP, SEQUENCE
 from locojax.training import sharded
 from locojax.training.losses import Options
 from locojax.training.placement import OneDevice, Placement
@@ -31,6 +31,8 @@ class OverMesh(Placement):
 
     def __init__(self, spec: ProgramSpec, over: Over):
         sharding.check_divides(spec.model, over.mesh)
+        if spec.sequence != over.mesh.shape[SEQUENCE]:
+            raise ValueError(f"the program is of a sequence axis of {spec.sequence}, the mesh's is another")
         self._spec, self._over = spec, over
         self._partitions = sharded.partitions(spec, over)
         self.num_local_shards, self.num_shards = sharding.num_local_shards(over.mesh), over.mesh.shape[FSDP]
@@ -117,13 +119,12 @@ class OverMesh(Placement):
         return jax.tree.map(lambda leaf, place: sharding.placed(leaf, place, dtype), tree, places)
 
     def _rows(self, batch: MicroBatch) -> MicroBatch:
-        place = NamedSharding(self._over.mesh, PartitionSpec(FSDP))
-        return jax.tree.map(
-            lambda local: jax.make_array_from_process_local_data(
-                place, local, (local.shape[0] // self.num_local_shards * self.num_shards, *local.shape[1:])
-            ),
-            batch,
-        )
+        def one(local: np.ndarray, of: PartitionSpec) -> Array:
+            rows = local.shape[0] // self.num_local_shards * self.num_shards
+            place = NamedSharding(self._over.mesh, of)
+            return jax.make_array_from_process_local_data(place, local, (rows, *local.shape[1:]))
+
+        return sharded.placed_batch(batch, one)
 
 
 def placement_of(program: ProgramSpec, gather: Gather | Literal["auto"], mesh: Mesh | None) -> Placement:
@@ -139,6 +140,10 @@ def auto_gather(mesh: Mesh) -> Gather:
 
 
 def _local_rows(array: Any) -> Any:
-    """This process's part of an array that is split over fsdp along its first axis, and replicated over tensor."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+    """This process's positions, flat, of an array [R, T, ...] split over fsdp and sequence, replicated over tensor."""
+    rows: dict[int, dict[int, Any]] = {}
+    for shard in array.addressable_shards:
+        row, token = (index.start or 0 for index in shard.index[:2])
+        rows.setdefault(row, {})[token] = np.asarray(shard.data)
+    whole = [np.concatenate([parts[token] for token in sorted(parts)], axis=1) for _, parts in sorted(rows.items())]
+    return np.concatenate(whole).reshape(-1, *array.shape[2:])

@@ -17,7 +17,7 @@ import optax
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from locojax.models import decoder
+from locojax.models import decoder, sharding
 from locojax.models.attention import Kernel
 from locojax.models.likeliest import likeliest as likeliest_of
 from locojax.models.logprobs import target_logprobs
@@ -43,29 +43,34 @@ class ProgramSpec:
     tile_tokens: int
     with_entropy: bool
     attention: Kernel = "plain"
+    sequence: int = 1  # devices that a row's tokens are split over
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """Packed rows and what the loss reads.
+    """Packed rows and what the loss reads. Of rows of S tokens, a device may have T: see `ProgramSpec.sequence`.
 
     Attributes:
-      tokens, positions, until: i32[R, T]; see `packing.Packed`.
-      segments: i32[R, T]: a number below N for each sequence of this micro-batch; N for padding and shared tokens.
+      tokens, positions: i32[R, T]; until: i32[R, S]; see `packing.Packed`.
+      segments: i32[R, S]: a number below R S for each sequence of these rows; R S for padding and shared tokens.
       targets: i32[R, T, K].
-      scored: bool[R, T]: where log-probs are wanted. reads: bool[R, T]: where the loss reads them, a subset.
-      inputs: the loss's inputs by name, f32[R, T] (f32[R, T, K] for cross_entropy's weights).
+      scored: bool[R, T]: where log-probs are wanted. reads: bool[R, S]: where the loss reads them, a subset.
+      inputs: the loss's inputs by name, f32[R, S] (f32[R, S, K] for cross_entropy's weights).
     """
 
     tokens: Int[HostOrDevice, "R T"]
     positions: Int[HostOrDevice, "R T"]
-    until: Int[HostOrDevice, "R T"]
-    segments: Int[HostOrDevice, "R T"]
+    until: Int[HostOrDevice, "R S"]
+    segments: Int[HostOrDevice, "R S"]
     targets: Int[HostOrDevice, "R T K"]
     scored: Bool[HostOrDevice, "R T"]
-    reads: Bool[HostOrDevice, "R T"]
+    reads: Bool[HostOrDevice, "R S"]
     inputs: Mapping[str, HostOrDevice]
+
+
+WHOLE_ROWS = ("until", "segments", "reads", "inputs")
+"""Fields of `MicroBatch` that every device has of whole rows: what attention and the loss read of them."""
 
 
 class Outputs(NamedTuple):
@@ -143,6 +148,7 @@ def _before_head(
         remat=spec.remat,
         whole=None if whole is None else whole.layer,
         kernel=spec.attention,
+        parts=spec.sequence,
     )
     hidden = hidden / jnp.asarray(temperature, jnp.float32).astype(dtype)
     head = None if adapters is None else adapters.split()[1]
@@ -173,7 +179,7 @@ def _logprobs(
         with_entropy=spec.with_entropy,
         train_head=spec.lora is None,
         vocab_first=spec.model.tied_embeddings,
-        learning=batch.reads.reshape(-1),
+        learning=_own_tokens(spec, batch, batch.reads.reshape(-1)),
     )
 
 
@@ -189,6 +195,23 @@ def quarantine(logprobs: Array, reads: Array, segments: Array) -> tuple[Array, A
     return on, jnp.sum(bad_sequences, dtype=jnp.int32)
 
 
+def _whole_rows(spec: ProgramSpec, batch: MicroBatch, logprobs: Array, entropy: Array) -> tuple[Array, Array]:
+    """Of the devices that share these rows, put together in one message: [N, K] and [N] -> [R S, K] and [R S]."""
+    if spec.sequence == 1:
+        return logprobs, entropy
+    both = jnp.concatenate([logprobs, entropy[:, None]], axis=1)
+    rows = sharding.whole_rows(both.reshape(*batch.tokens.shape, -1)).reshape(-1, both.shape[1])
+    return rows[:, :-1], rows[:, -1]
+
+
+def _own_tokens(spec: ProgramSpec, batch: MicroBatch, flat: Array) -> Array:
+    """[R S, ...] -> this device's [N, ...]."""
+    if spec.sequence == 1:
+        return flat
+    rows = flat.reshape(batch.tokens.shape[0], -1, *flat.shape[1:])
+    return sharding.own_tokens(rows, spec.sequence).reshape(-1, *flat.shape[1:])
+
+
 def loss_and_outputs(
     spec: ProgramSpec,
     loss_name: str,
@@ -198,26 +221,31 @@ def loss_and_outputs(
     options: Options,
     whole: Whole | None = None,
 ) -> tuple[Array, Outputs]:
-    """The micro-batch's summed loss, f32[], and what is reported of each position."""
+    """The summed loss of the micro-batch's tokens here, f32[], and what is reported of each position.
+
+    Metrics are of whole rows.
+    A sequence's loss may depend on all of its tokens, so it is computed from whole rows, by every device that has a
+    part of them; each takes the sum over its own tokens, whose gradient reaches the others' log-probs too.
+    """
     loss = LOSSES[loss_name]
-    N = batch.tokens.size
-    logprobs, entropy = _logprobs(spec, trainable, fixed, batch, options.temperature, whole)
+    own_logprobs, own_entropy = _logprobs(spec, trainable, fixed, batch, options.temperature, whole)
+    logprobs, entropy = _whole_rows(spec, batch, own_logprobs, own_entropy)
     segments, reads = batch.segments.reshape(-1), batch.reads.reshape(-1)
     on, num_nonfinite = quarantine(logprobs, reads, segments)
     # Selected before anything is computed from them: whatever the others hold reaches neither loss nor gradient.
     lp = jnp.where(on[:, None], logprobs, 0.0)
-    inputs = loss.inputs({name: array.reshape(N, *array.shape[2:]) for name, array in batch.inputs.items()})
+    inputs = loss.inputs({name: array.reshape(-1, *array.shape[2:]) for name, array in batch.inputs.items()})
     result = loss.function(lp if loss.multi_target else lp[:, 0], on, inputs, segments, options)
-    total = jnp.sum(result.elementwise)
+    own = _own_tokens(spec, batch, result.elementwise)
     metrics = {
         **result.metrics,
-        "loss": total,
+        "loss": jnp.sum(result.elementwise),
         "num_tokens": jnp.sum(on, dtype=jnp.int32),
         "num_nonfinite": num_nonfinite,
     }
     if spec.with_entropy:
         metrics["entropy"] = jnp.sum(jnp.where(on, entropy, 0.0))
-    return total, Outputs(logprobs, result.elementwise.reshape(N, -1), entropy, metrics)
+    return jnp.sum(own), Outputs(own_logprobs, own.reshape(own_logprobs.shape[0], -1), own_entropy, metrics)
 
 
 @partial(jax.jit, static_argnames=("spec", "loss_name"), donate_argnames=("accumulators",))

@@ -107,7 +107,7 @@ def tracers(
     """The programs that a publish runs, by name, for compiling them from shapes: each gives a `jax.stages.Traced`.
 
     Args:
-      trainable, base: as `sharded.abstract_state` has them; base None in full fine-tuning.
+      trainable, base: as `shapes.abstract_state` has them; base None in full fine-tuning.
     """
     if base is None:
         return {"publish": partial(_unstacked.trace, trainable, spec, dtype, mesh)}

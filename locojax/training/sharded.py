@@ -1,17 +1,19 @@
 """The trainer's programs over a mesh of devices, of one process or many (see `models.sharding`).
 
-Each device runs `programs.loss_and_outputs` on its own rows, with weights made whole from all devices' parts; the
-gradient is summed over the devices, each of which updates its part of the masters. The programs are manual over the
-fsdp axis, so that what is sent, and when, is written here; the tensor axis is left to the compiler.
+Each device runs `programs.loss_and_outputs` on its own rows, or its own part of them, with weights made whole from all
+devices' parts; the gradient is summed over the devices, each of which updates its part of the masters. The programs are
+manual over the axes fsdp and sequence, so that what is sent, and when, is written here; the tensor axis is left to the
+compiler.
 
 A micro-batch holds `rows` rows for each device of the fsdp axis, so losses are sums over more rows and nothing else
-changes. Every program is built from shapes: `abstract_state` and `abstract_batch` give its arguments without data.
+changes. Over a sequence axis each device has a part of its rows' tokens, and the loss, which is cheap, is computed of
+the whole rows by all of them. Every program is built from shapes; `shapes` gives its arguments without data.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -19,17 +21,27 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from locojax.models import sharding
 from locojax.models.decoder import TRANSPOSED
 from locojax.models.lora import adapter_parameters
-from locojax.models.sharding import FSDP, device_bytes
-from locojax.models.spec import Parameter, parameters
+from locojax.models.sharding import DATA, FSDP, SEQUENCE
+from locojax.models.spec import parameters
 from locojax.training import programs
-from locojax.training.losses import LOSSES, Options
-from locojax.training.programs import Fixed, Hyper, MicroBatch, Outputs, ProgramSpec, Tree, Updated, Whole
+from locojax.training.losses import Options
+from locojax.training.programs import (
+    WHOLE_ROWS,
+    Fixed,
+    Hyper,
+    MicroBatch,
+    Outputs,
+    ProgramSpec,
+    Tree,
+    Updated,
+    Whole,
+)
 
 Gather = Literal["layer", "step"]
 """When weights are made whole, and the gradient summed. Masters and Adam's state are split over the devices either way.
@@ -74,8 +86,8 @@ def partitions(spec: ProgramSpec, over: Over) -> Partitions:
         trainable = sharding.partitions(adapter_parameters(spec.model, spec.lora), spec.model, over.mesh)
     working = accumulators = trainable
     if over.gather == "step":
-        base, working = (jax.tree.map(sharding.without_fsdp, tree) for tree in (base, trainable))
-        accumulators = jax.tree.map(lambda of: PartitionSpec(FSDP, *of), working)
+        base, working = (jax.tree.map(sharding.without_data, tree) for tree in (base, trainable))
+        accumulators = jax.tree.map(lambda of: PartitionSpec(DATA, *of), working)
     transposes = {name + TRANSPOSED: _swapped(of) for name, of in base["layers"].items() if len(of) == 3}
     return Partitions(trainable, working, accumulators, base, transposes)
 
@@ -95,14 +107,14 @@ def _everywhere() -> Any:
 
 
 def _manual(of: Tree) -> Tree:
-    return jax.tree.map(sharding.only_fsdp, of)
+    return jax.tree.map(sharding.only_data, of)
 
 
 def _made_whole(tree: Tree, of: Tree, dtype: DTypeLike | None = None, *, axes_gone: int = 0) -> Tree:
-    """Inside a program that is manual over fsdp. dtype: None: each leaf's own. axes_gone: leading ones, sliced off."""
+    """Inside a program manual over `DATA`. dtype: None: each leaf's own. axes_gone: leading ones, sliced off."""
 
     def one(leaf: Array, partition: PartitionSpec) -> Array:
-        dimension = sharding.fsdp_dimension(partition) - axes_gone
+        dimension = sharding.data_dimension(partition) - axes_gone
         return leaf if dimension < 0 else sharding.whole(leaf, dimension, dtype or leaf.dtype)
 
     return jax.tree.map(one, tree, of)
@@ -158,7 +170,7 @@ def _mapped(part: Callable[..., Any], over: Over, in_specs: tuple[Any, ...], out
         mesh=over.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names={FSDP},
+        axis_names=set(DATA),
         check_vma=False,  # the loss's loops begin with constants, and differ in length between devices
     )
 
@@ -171,29 +183,66 @@ def _fixed_partitions(fixed: Fixed, own: Partitions) -> Fixed:
 def _summed(gradient: Tree, of: Tree, *, parts_too: bool) -> Tree:
     """Each device's part of the gradient's sum over devices. parts_too False: only of leaves that are whole on every
     device; where a weight was made whole from parts, the sum came with it."""
-    leaves, places = jax.tree.leaves(gradient), [sharding.fsdp_dimension(part) for part in jax.tree.leaves(of)]
+    leaves, places = jax.tree.leaves(gradient), [sharding.data_dimension(part) for part in jax.tree.leaves(of)]
     replicated = [leaf for leaf, place in zip(leaves, places, strict=True) if place < 0]
-    sums = iter(jax.lax.psum(replicated, FSDP))
+    sums = iter(jax.lax.psum(replicated, DATA))
 
     def one(leaf: Array, place: int) -> Array:
         if place < 0:
             return next(sums)
-        return jax.lax.psum_scatter(leaf, FSDP, scatter_dimension=place, tiled=True) if parts_too else leaf
+        return jax.lax.psum_scatter(leaf, DATA, scatter_dimension=place, tiled=True) if parts_too else leaf
 
     summed = [one(leaf, place) for leaf, place in zip(leaves, places, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(gradient), summed)
 
 
-def _metrics_summed(metrics: Mapping[str, Array]) -> dict[str, Array]:
-    """f32[] each, over all devices; in one message."""
-    total = jax.lax.psum(jnp.stack([value.astype(jnp.float32) for value in metrics.values()]), FSDP)
-    return dict(zip(metrics, total, strict=True))
+def _metrics_summed(metrics: Mapping[str, Array], after: Tree) -> dict[str, Array]:
+    """f32[] each, over all rows; in one message. Devices that share rows have the same: of their whole rows.
+
+    after: what is computed before; see `sharding.whole_rows` on messages that don't wait for each other.
+    """
+    last = [jnp.ravel(leaf)[:1].astype(jnp.float32) for leaf in jax.tree.leaves(after)[:1]]
+    sent = jnp.concatenate([jnp.stack([value.astype(jnp.float32) for value in metrics.values()]), *last])
+    return dict(zip(metrics, jax.lax.psum(sent, FSDP)[: len(metrics)], strict=True))
+
+
+ROWS = PartitionSpec(FSDP, SEQUENCE)
+"""Where [R, T, ...] of a micro-batch goes, into a program and out of it."""
+
+
+def placed_batch(batch: MicroBatch, place: Callable[[Any, PartitionSpec], Any]) -> MicroBatch:
+    """place(array, where it goes) of each array: its rows' tokens to their devices, but for what all have whole."""
+
+    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+        return place(leaf, PartitionSpec(FSDP) if path[0].name in WHOLE_ROWS else ROWS)
+
+    return jax.tree_util.tree_map_with_path(one, batch)
+
+
+def _apart(batch: MicroBatch) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of a micro-batch that go to `ROWS`, and those of whole rows: two trees with a partition each."""
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    whole = {name: fields.pop(name) for name in WHOLE_ROWS}
+    return fields, whole
+
+
+_OF_BATCH = (ROWS, PartitionSpec(FSDP))
 
 
 def _of_outputs(metrics: Any) -> Outputs:
-    """Positions stay on the devices that have their rows; metrics, given here as partitions, are everywhere."""
-    rows: Any = PartitionSpec(FSDP)
+    """Positions stay on the devices that have them; metrics, given here as partitions, are everywhere."""
+    rows: Any = ROWS
     return Outputs(rows, rows, rows, metrics)
+
+
+def _in_rows(flat: Array, batch: MicroBatch) -> Array:
+    """A device's positions [N, ...] as its part of the rows, [R, T, ...]."""
+    return flat.reshape(*batch.tokens.shape, *flat.shape[1:])
+
+
+def _outputs_in_rows(outputs: Outputs, batch: MicroBatch, after: Tree = None) -> Outputs:
+    logprobs, elementwise, entropy = (_in_rows(flat, batch) for flat in outputs[:3])
+    return Outputs(logprobs, elementwise, entropy, _metrics_summed(outputs.metrics, after))
 
 
 def _constrained_outputs(outputs: Outputs, over: Over) -> Outputs:
@@ -212,11 +261,13 @@ def accumulate(
     loss_name: str,
     over: Over,
 ) -> tuple[Tree, Outputs]:
-    """As `programs.accumulate`; batch is global, and so are its outputs and metrics."""
+    """As `programs.accumulate`; batch is global, and so are its outputs, [R, T, ...], and metrics."""
     own = partitions(spec, over)
     whole = None if over.gather == "step" else _layerwise(spec, own)
 
-    def part(working: Tree, accumulators: Tree, fixed: Fixed, batch: MicroBatch, options: Options):
+    def part(working: Tree, accumulators: Tree, fixed: Fixed, fields: Tree, of_rows: Tree, options: Options):
+        batch = MicroBatch(**fields, **of_rows)
+
         def loss(weights: Tree) -> tuple[Array, Outputs]:
             return programs.loss_and_outputs(spec, loss_name, weights, fixed, batch, options, whole)
 
@@ -226,12 +277,12 @@ def accumulate(
         else:
             gradient = _summed(gradient, own.trainable, parts_too=False)
         total = jax.tree.map(jnp.add, accumulators, gradient)
-        return total, outputs._replace(metrics=_metrics_summed(outputs.metrics))
+        return total, _outputs_in_rows(outputs, batch, gradient)
 
     sums, rest = _manual(own.accumulators), _manual(_fixed_partitions(fixed, own))
-    in_specs = (_manual(own.working), sums, rest, PartitionSpec(FSDP), PartitionSpec())
+    in_specs = (_manual(own.working), sums, rest, *_OF_BATCH, PartitionSpec())
     mapped = _mapped(part, over, in_specs, (sums, _of_outputs(PartitionSpec())))
-    accumulators, outputs = mapped(working, accumulators, fixed, batch, options)
+    accumulators, outputs = mapped(working, accumulators, fixed, *_apart(batch), options)
     return _constrained(accumulators, own.accumulators, over), _constrained_outputs(outputs, over)
 
 
@@ -243,13 +294,14 @@ def score(
     own = partitions(spec, over)
     whole = None if over.gather == "step" else _layerwise(spec, own)
 
-    def part(working: Tree, fixed: Fixed, batch: MicroBatch, options: Options) -> Outputs:
+    def part(working: Tree, fixed: Fixed, fields: Tree, of_rows: Tree, options: Options) -> Outputs:
+        batch = MicroBatch(**fields, **of_rows)
         outputs = programs.loss_and_outputs(spec, loss_name, working, fixed, batch, options, whole)[1]
-        return outputs._replace(metrics=_metrics_summed(outputs.metrics))
+        return _outputs_in_rows(outputs, batch)
 
     weights, rest = _manual(own.working) if working else {}, _manual(_fixed_partitions(fixed, own))
-    in_specs = (weights, rest, PartitionSpec(FSDP), PartitionSpec())
-    outputs = _mapped(part, over, in_specs, _of_outputs(PartitionSpec()))(working, fixed, batch, options)
+    in_specs = (weights, rest, *_OF_BATCH, PartitionSpec())
+    outputs = _mapped(part, over, in_specs, _of_outputs(PartitionSpec()))(working, fixed, *_apart(batch), options)
     return _constrained_outputs(outputs, over)
 
 
@@ -257,16 +309,18 @@ def score(
 def likeliest(
     working: Tree, fixed: Fixed, batch: MicroBatch, *, spec: ProgramSpec, num_top: int, over: Over
 ) -> tuple[Array, Array]:
-    """As `programs.likeliest`; batch is global, and positions stay on the devices that have their rows."""
+    """As `programs.likeliest`, [R, T, k]; batch is global, and positions stay on the devices that have them."""
     own = partitions(spec, over)
     whole = None if over.gather == "step" else _layerwise(spec, own)
 
-    def part(working: Tree, fixed: Fixed, batch: MicroBatch) -> tuple[Array, Array]:
-        return programs.likeliest_tokens(spec, num_top, working, fixed, batch, whole)
+    def part(working: Tree, fixed: Fixed, fields: Tree, of_rows: Tree) -> tuple[Array, Array]:
+        batch = MicroBatch(**fields, **of_rows)
+        ids, logprobs = programs.likeliest_tokens(spec, num_top, working, fixed, batch, whole)
+        return _in_rows(ids, batch), _in_rows(logprobs, batch)
 
-    in_specs = (_manual(own.working), _manual(_fixed_partitions(fixed, own)), PartitionSpec(FSDP))
-    found = _mapped(part, over, in_specs, PartitionSpec(FSDP))(working, fixed, batch)
-    return _constrained(found, (PartitionSpec(FSDP),) * 2, over)
+    in_specs = (_manual(own.working), _manual(_fixed_partitions(fixed, own)), *_OF_BATCH)
+    found = _mapped(part, over, in_specs, ROWS)(working, fixed, *_apart(batch))
+    return _constrained(found, (ROWS,) * 2, over)
 
 
 @partial(jax.jit, static_argnames=("spec", "over"))
@@ -314,7 +368,7 @@ def transposed(params: Tree, *, spec: ProgramSpec, over: Over) -> dict[str, Arra
 @partial(jax.jit, static_argnames=("spec", "over"))
 def zeros(trainable: Tree, *, spec: ProgramSpec, over: Over) -> Tree:
     """Accumulators of nothing."""
-    leading = (over.mesh.shape[FSDP],) if over.gather == "step" else ()
+    leading = (sharding.num_parts(over.mesh),) if over.gather == "step" else ()
     nothing = jax.tree.map(lambda leaf: jnp.zeros((*leading, *leaf.shape), leaf.dtype), trainable)
     return _constrained(nothing, partitions(spec, over).accumulators, over)
 
@@ -324,88 +378,3 @@ def new_optimizer(trainable: Tree, *, spec: ProgramSpec, over: Over) -> optax.Sc
     """Adam's state, all zero, each part where its weights are."""
     of = partitions(spec, over).trainable
     return _constrained(programs.init_optimizer(trainable), optax.ScaleByAdamState(_everywhere(), of, of), over)
-
-
-class AbstractState(NamedTuple):
-    """Shapes, dtypes and shardings of what a trainer holds; for compiling its programs without data."""
-
-    trainable: Tree
-    working: Tree
-    accumulators: Tree
-    optimizer: optax.ScaleByAdamState
-    fixed: Fixed
-
-    def held(self, over: Over) -> dict[str, int]:
-        """Bytes of each part on one device."""
-        held = {
-            "masters": device_bytes(self.trainable),
-            "optimizer": device_bytes(self.optimizer),
-            "accumulators": device_bytes(self.accumulators),
-            "base": device_bytes(self.fixed.base) + device_bytes(self.fixed.transposes),
-        }
-        if over.gather == "step":  # else the masters themselves are read
-            held["working"] = device_bytes(self.working)
-        return held
-
-
-def abstract_state(spec: ProgramSpec, over: Over, *, keep_transposes: bool) -> AbstractState:
-    """The arguments of `accumulate` and `update` that hold weights."""
-    own, model = partitions(spec, over), parameters(spec.model)
-
-    def like(declared: Tree, of: Tree, dtype: DTypeLike) -> Tree:
-        def one(parameter: Parameter, partition: PartitionSpec) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(parameter.shape, dtype, sharding=NamedSharding(over.mesh, partition))
-
-        return jax.tree.map(one, declared, of)
-
-    declared = model if spec.lora is None else adapter_parameters(spec.model, spec.lora)
-    trainable = like(declared, own.trainable, jnp.float32)
-    read = trainable
-    if over.gather == "step":
-        read = jax.tree.map(
-            lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(over.mesh, of)),
-            working.eval_shape(trainable, spec=spec, over=over),
-            own.working,
-        )
-    leading = (over.mesh.shape[FSDP],) if over.gather == "step" else ()
-    accumulated = jax.tree.map(lambda part: Parameter((*leading, *part.shape), part.axes), declared)
-    base = None if spec.lora is None else like(model, own.base, spec.compute_dtype)
-    matrices = {name: part for name, part in model["layers"].items() if keep_transposes and len(part.shape) == 3}
-    transposes = {
-        name + TRANSPOSED: Parameter((part.shape[0], part.shape[2], part.shape[1]), part.axes)
-        for name, part in matrices.items()
-    }
-    count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(over.mesh, PartitionSpec()))
-    return AbstractState(
-        trainable,
-        read,
-        like(accumulated, own.accumulators, jnp.float32),
-        optax.ScaleByAdamState(count, trainable, trainable),
-        Fixed(base, {name: like(part, own.transposes[name], spec.compute_dtype) for name, part in transposes.items()}),
-    )
-
-
-def abstract_batch(
-    over: Over, *, rows: int, row_tokens: int, loss_name: str, inputs: Sequence[str], num_targets: int = 1
-) -> MicroBatch:
-    """A micro-batch of `rows` rows for each device of the fsdp axis.
-
-    inputs: the names of the loss's inputs that the data have, target_tokens left out.
-    """
-    shape = (rows * over.mesh.shape[FSDP], row_tokens)
-    place = NamedSharding(over.mesh, PartitionSpec(FSDP))
-
-    def like(dtype: DTypeLike, *trailing: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*shape, *trailing), dtype, sharding=place)
-
-    trailing = (num_targets,) if LOSSES[loss_name].multi_target else ()
-    return MicroBatch(
-        tokens=like(jnp.int32),
-        positions=like(jnp.int32),
-        until=like(jnp.int32),
-        segments=like(jnp.int32),
-        targets=like(jnp.int32, num_targets),
-        scored=like(jnp.bool_),
-        reads=like(jnp.bool_),
-        inputs={name: like(jnp.float32, *trailing) for name in inputs},
-    )

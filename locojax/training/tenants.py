@@ -33,10 +33,11 @@ from locojax.training.microbatch import Score
 from locojax.training.packing import pack
 from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, Outputs, ProgramSpec, Tree
+from locojax.training.settings import TrainerSettings
 from locojax.training.tenant_rows import Row, option_values, stack_rows, tenant_options, tenant_rows
 from locojax.training.tenant_state import checked_state, narrow, ranks, widen
 from locojax.training.tenant_work import RowProgram, Tenant, Work
-from locojax.training.trainer import Phase, TrainerSettings, no_phase
+from locojax.training.trainer import Phase, no_phase
 from locojax.types import AdamParams, Datum, OptimStepResult
 
 

@@ -29,9 +29,10 @@ from jax.sharding import Mesh
 from locojax.errors import ConfigError, LocoError, RequestError
 from locojax.models import lora as lora_module
 from locojax.models import sharding
-from locojax.models.attention import Kernel, kernel_of
+from locojax.models.attention import kernel_of
+from locojax.models.kernels import LANES
 from locojax.models.lora import LoraSpec
-from locojax.models.remat import POLICIES
+from locojax.models.sharding import SEQUENCE
 from locojax.models.spec import ModelSpec
 from locojax.training import programs
 from locojax.training.agreement import Agree, Counts, agreed
@@ -41,64 +42,15 @@ from locojax.training.microbatch import Score, assemble, micro_batches
 from locojax.training.over_mesh import placement_of
 from locojax.training.plan import Plan, planned, replanned
 from locojax.training.platform import auto_dtype, auto_tile
+from locojax.training.program_budget import Asked, ProgramBudget
 from locojax.training.programs import Fixed, Hyper, MicroBatch, ProgramSpec, Tree
 from locojax.training.saved_state import check_same
-from locojax.training.sharded import Gather
+from locojax.training.settings import TrainerSettings
 from locojax.types import AdamParams, Datum, ForwardBackwardResult, OptimStepResult
 
 What = Literal["gradient", "forward", "reference"]
 
 Phase = Callable[[Literal["pack", "train"]], AbstractContextManager[None]]
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainerSettings:
-    """How the trainer computes; nothing here changes what it computes, up to rounding.
-
-    Attributes:
-      row_tokens, rows: a micro-batch's shape; over a mesh, rows of each device of its fsdp axis. A datum must fit in
-        row_tokens.
-      compute_dtype: of activations and, inside the program, weights. auto: see `platform.auto_dtype`.
-      remat: a key of `remat.POLICIES`: what the backward pass recomputes. "linear" takes the least time on CPU
-        and less memory than "none": writing an activation out and reading it back costs more than most of them do.
-      tile_tokens: positions the head works on at a time; its logits take tile_tokens x vocabulary x 4 bytes.
-        None: see `platform.auto_tile`.
-      share_prefixes: compute what sequences of a call have in common once. The TPU kernel can't, and then none is.
-      attention: the form it takes. auto: `tpu` on TPU.
-      with_entropy: report the entropy of the next-token distribution.
-      keep_reference: keep the first weights, in the compute dtype, for `Trainer.reference_logprobs`.
-      keep_transposes: keep the layers' weights transposed as well, for the backward pass: on CPU it runs up to twice as
-        fast for the memory of one more copy in the compute dtype. auto: on CPU only.
-      gather: over a mesh, when weights are made whole; see `sharded.Gather`. auto: `step` on CPU, whose memory is large
-        and whose network is slow; else `layer`.
-    """
-
-    row_tokens: int
-    rows: int = 1
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    remat: str = "linear"
-    tile_tokens: int | None = None
-    share_prefixes: bool = True
-    with_entropy: bool = True
-    keep_reference: bool = False
-    keep_transposes: bool | Literal["auto"] = "auto"
-    gather: Gather | Literal["auto"] = "auto"
-    attention: Kernel | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("row_tokens", "rows", "tile_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"The trainer's {name} must be at least 1", got=getattr(self, name))
-        if self.remat not in POLICIES:
-            raise ConfigError(f"Unknown remat policy {self.remat!r}", expected="one of " + ", ".join(POLICIES))
-        if self.compute_dtype not in ("auto", "float32", "bfloat16"):
-            raise ConfigError(
-                f"Unknown compute dtype {self.compute_dtype!r}", expected="auto, float32 or bfloat16"
-            )
-        if self.gather not in ("auto", "layer", "step"):
-            raise ConfigError(f"Unknown gather {self.gather!r}", expected="auto, layer or step")
-        if self.attention not in ("auto", "plain", "tpu"):
-            raise ConfigError(f"Unknown form of attention {self.attention!r}", expected="auto, plain or tpu")
 
 
 class Trainer:
@@ -113,7 +65,7 @@ class Trainer:
       agree: how hosts tell each other numbers; needed if the mesh has devices of several processes.
 
     Raises:
-      ConfigError: the mesh doesn't divide the model, or spans processes without `agree`.
+      ConfigError: the mesh doesn't divide the model or its rows, or spans processes without `agree`.
     """
 
     def __init__(
@@ -131,9 +83,11 @@ class Trainer:
         dtype = auto_dtype() if settings.compute_dtype == "auto" else settings.compute_dtype
         self.spec, self.settings, self.lora = spec, settings, lora
         form = kernel_of(jax.default_backend()) if settings.attention == "auto" else settings.attention
-        self.program = ProgramSpec(
-            spec, lora, dtype, settings.remat, settings.tile_tokens or auto_tile(), settings.with_entropy, form
-        )
+        sequence = 1 if mesh is None else mesh.shape[SEQUENCE]
+        sharding.check_rows(settings.row_tokens, sequence, LANES if form == "tpu" else 1)
+        tile = settings.tile_tokens or auto_tile()
+        self.program = ProgramSpec(spec, lora, dtype, settings.remat, tile, settings.with_entropy, form, sequence)
+        self._programs = ProgramBudget(settings.max_programs, (settings.rows, settings.row_tokens))
         self.policy_version = 0
         self._phase = phase or no_phase
         self.mesh, self._agree = mesh, agree
@@ -159,6 +113,11 @@ class Trainer:
         self._transposes: Mapping[str, jax.Array] | None = None
         self._accumulators: Tree = None  # None: nothing accumulated, and no memory taken
         self._num_accumulated = 0  # tokens whose loss is in the accumulators
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that the data so far have asked for; `TrainerSettings.max_programs` is their bound."""
+        return self._programs.num_programs
 
     @property
     def num_accumulated_tokens(self) -> int:
@@ -207,7 +166,7 @@ class Trainer:
         Raises:
           RequestError: the loss, a setting of it or a datum is malformed, here or on another host; or there are no
             data, and no other hosts that may have some.
-          CapacityError: a datum is longer than a row.
+          CapacityError: a datum is longer than a row, or a program more than `settings.max_programs` is needed.
         """
         return self._run(data, loss, loss_config, score, "gradient", plan, told)
 
@@ -273,7 +232,8 @@ class Trainer:
                 "The number of likeliest tokens is out of range", got=num_top, expected=f"1 to {self.spec.vocab_size}"
             )
         with self._phase("pack"):
-            loss, _, plan, counts = self._settled(data, "cross_entropy", None, "all", None, None)
+            loss, options, plan, counts = self._settled(data, "cross_entropy", None, "all", None, None)
+            self._programs.admit(Asked.of(f"{num_top} likeliest tokens", loss.name, options, counts.widths(loss)))
             packed = plan.packed.padded(counts.num_micro_batches)
             shards = self._placement.num_local_shards
             batches = micro_batches(packed, plan.checked, "all", counts.widths(loss), shards)
@@ -365,6 +325,7 @@ class Trainer:
             loss, options, plan, counts = self._settled(data, loss_name, loss_config, score, plan, told)
             packed = plan.packed.padded(counts.num_micro_batches)
             widths = counts.widths(loss)
+            self._programs.admit(Asked.of(what, loss.name, options, widths))
             batches = micro_batches(packed, plan.checked, score, widths, self._placement.num_local_shards)
         with self._phase("train"):
             outputs = [self._compute(batch, options, loss, what) for batch in batches]

@@ -12,7 +12,8 @@ from locojax.models.hub import load_model
 from locojax.rl.datums import sequence_datum
 from locojax.rollout.engine import Engine
 from locojax.rollout.settings import EXACT_ROWS, EngineSettings
-from locojax.training.trainer import Trainer, TrainerSettings
+from locojax.training.settings import TrainerSettings
+from locojax.training.trainer import Trainer
 from locojax.types import SampleRequest, SamplingParams
 
 pytestmark = pytest.mark.extended
