@@ -129,6 +129,11 @@ class Crashes:
         asked = [line for path in self.folder.glob(f"{name}.asked.*") for line in path.read_text().splitlines()]
         return collections.Counter(line for line in asked if line.startswith("step "))
 
+    def num_begun(self, name: str) -> int:
+        """Tokens of completions that engines went on with."""
+        found = [line for path in self.folder.glob(f"{name}.asked.*") for line in path.read_text().splitlines()]
+        return sum(int(line.split()[-1]) for line in found if line.startswith("begun step "))
+
     def num_grades(self, name: str) -> int:
         """Grades computed so far, of training prompts."""
         path = self.folder / f"{name}.graded"

@@ -5,8 +5,8 @@
 POINT: `none`; `phase:decode@2`, as the phase is entered in step 2 (from 0) for the first time; `before:Trained@2`,
 `after:Trained@2` or `torn:Trained@2`, at the step's first such record in the journal, or in the middle of it, and
 `after:Drawn@2#2` at its second; `seconds:0.7`, so long after the first prompts are drawn. An engine's requests are
-appended to REPORT.RANK, a line each. Under several hosts, only host CRASH_HOST (0) is killed; host SLOW_HOST, if there
-is one, sleeps half a second before whatever it decodes.
+appended to REPORT.RANK, a line each, and a line for each sample that is gone on with. Under several hosts, only host
+CRASH_HOST (0) is killed; host SLOW_HOST, if there is one, sleeps half a second before whatever it decodes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hosts_victim import Slow
 from locojax.cli import main
 from locojax.hosts import journal_files
 from locojax.hosts.phases import Phase
-from locojax.hosts.worker import HostWorker
+from locojax.hosts.worker import BegunOf, HostWorker
 from locojax.measure.timeline import Timeline
 from locojax.types import SampleRequest
 
@@ -91,10 +91,13 @@ def strike_in(seconds: float) -> None:
 def log_requests(path: str) -> None:
     admit = HostWorker.admit
 
-    def logged(self: HostWorker, requests: Sequence[SampleRequest]) -> None:
+    def logged(self: HostWorker, requests: Sequence[SampleRequest], begun: BegunOf) -> None:
         with open(path, "a") as file:
-            file.writelines(request.request_id + "\n" for request in requests)
-        admit(self, requests)
+            for request in requests:
+                file.write(request.request_id + "\n")
+                for sample, part in begun(request.request_id).items():
+                    file.write(f"begun {request.request_id}/{sample} {len(part.tokens)}\n")
+        admit(self, requests, begun)
 
     HostWorker.admit = logged  # type: ignore[method-assign]
 

@@ -16,11 +16,15 @@ from locojax.config import load
 from locojax.errors import CheckpointError
 from locojax.hosts import journal, journal_files
 from locojax.hosts.journal import Journal, ledgers, recalled, rollout_files
+from locojax.hosts.journal_begun import unfinished
 from locojax.hosts.journal_files import MAGIC, frame, open_folder, unframe
 from locojax.hosts.journal_records import (
+    Admitted,
+    Decoded,
     Drawn,
     Evaluated,
     Graded,
+    Piece,
     Published,
     Sampled,
     Saved,
@@ -32,6 +36,7 @@ from locojax.hosts.journal_records import (
     fingerprint,
 )
 from locojax.hosts.journal_resume import Resumption, deciding, lives, resumption, trained_in_force
+from locojax.rollout.request import Begun, Gained
 from locojax.types import Completion, Prompt, Reward
 
 PROMPTS = [Prompt(f"p/{i}", f"{i}+1=", (5, 6, i), str(i + 1), {}) for i in range(3)]
@@ -53,6 +58,8 @@ def group(version: int = 0) -> tuple[Completion, ...]:
 RECORDS = [
     started(a="1"),
     Drawn(3, (0, 2), ("p/0", "p/2")),
+    Admitted(3, 3, (0, 2), ("f", "g")),
+    Decoded(3, (Piece(0, 1, 4, (7, 8, 9), (-0.5, -1.0, -0.25)), Piece(2, 0, 0, (3,), (-2.0,)))),
     Sampled(3, 2, "p/2", "f", 0.25, group()),
     Graded(3, 2, 1, 77, Reward(0.1 + 0.2)),
     Graded(3, 2, 0, 77, Reward(None, error="grader died: ü")),
@@ -193,7 +200,65 @@ def test_a_late_grade_of_an_earlier_step_is_dropped_and_rollouts_are_forgotten_i
         old.graded(0, completion(0), Reward(1.0))
         made.saved(4, oldest_kept=2)
     assert sorted(rollout_files(folder)) == [2, 3]
-    assert journal.read(folder, "rollouts/step_000003.host0.log")[0] == []
+    admitted = Admitted(3, 3, (0,), (fingerprint(PROMPTS[0]),))
+    assert journal.read(folder, "rollouts/step_000003.host0.log")[0] == [admitted]
+
+
+def gains(*lengths: tuple[int, int, int, int], version: int = 3) -> list[tuple[int, Gained]]:
+    """(index, sample, start, count) of each piece; token i of a sample is 10 * sample + i, its log-prob -i."""
+    return [
+        (index, Gained("r", sample, start,
+                       Begun(tuple(10 * sample + i for i in range(start, start + count)),
+                             tuple(-float(i) for i in range(start, start + count)), version)))
+        for index, sample, start, count in lengths
+    ]  # fmt: skip
+
+
+def begun(*lengths: int, version: int = 3) -> dict[int, Begun]:
+    """Samples 0, 1, ... of so many tokens each."""
+    return {sample: gains((0, sample, 0, n), version=version)[0][1].begun for sample, n in enumerate(lengths) if n}
+
+
+def test_what_was_being_sampled_is_gone_on_with(tmp_path):
+    folder = open_folder(str(tmp_path))
+    with Journal(folder, started(), recalls=False) as made:
+        notes = made.step(3, [0, 1, 2], PROMPTS, policy_version=3, group_size=2)
+        assert notes.begun == {}
+        notes.gained(gains((0, 0, 0, 2), (0, 1, 0, 2), (1, 1, 0, 1), (2, 0, 0, 2)))
+        notes.gained(gains((0, 0, 2, 1), (0, 1, 2, 2)))
+        notes.gained([])
+        notes.sampled(2, group(3), 0.5)
+    with Journal(folder, started(run=2), recalls=True) as again:
+        notes = again.step(3, [0, 1, 2], PROMPTS, policy_version=3, group_size=2)
+        assert notes.begun == {0: begun(3, 4), 1: begun(0, 1)} and set(notes.known) == {2}
+        notes.gained(gains((0, 0, 3, 2)))  # lost once more
+    with Journal(folder, started(run=3), recalls=True) as third:
+        assert third.step(3, [0], PROMPTS[:1], policy_version=3, group_size=2).begun == {0: begun(5, 4)}
+    other = [dataclasses.replace(PROMPTS[0], tokens=(9,)), *PROMPTS[1:]]
+    for prompts, version, size, expected in (
+        (PROMPTS, 3, 1, {0: begun(5)}),  # smaller groups; of the second, sample 1 alone was begun
+        (PROMPTS, 4, 2, {}),  # other weights
+        (other, 3, 2, {1: begun(0, 1)}),  # another prompt
+    ):
+        with Journal(folder, started(rank=1, run=4), recalls=True) as again:
+            found = again.step(3, [0, 1], prompts[:2], policy_version=version, group_size=size).begun
+            assert {index: samples for index, samples in found.items() if samples} == expected
+
+
+def test_pieces_of_other_weights_are_void_and_a_host_goes_on_with_the_file_that_has_most():
+    admitted = [Admitted(3, version, (0,), ("f",)) for version in (3, 4)]
+    first, more, new = (
+        Decoded(3, (Piece(0, 0, start, tuple(range(start, end)), (-1.0,) * (end - start)),))
+        for start, end in ((0, 2), (2, 5), (0, 1))
+    )
+    (group,) = unfinished([[admitted[0], first, more]])[0]
+    assert group.samples == {0: Begun((0, 1, 2, 3, 4), (-1.0,) * 5, 3)} and group.num_tokens == 5
+    (group,) = unfinished([[admitted[0], first, admitted[1], new]])[0]
+    assert (group.version, group.num_tokens) == (4, 1)
+    (group,) = unfinished([[admitted[0], first, more, admitted[0], new]])[0]  # it began anew
+    assert group.num_tokens == 1
+    files = [[admitted[0], first], [admitted[0], more], [admitted[0]]]  # the second went on with the first's
+    assert [each.num_tokens for each in unfinished(files)[0]] == [2]
 
 
 def test_fingerprints_and_marks_tell_apart():

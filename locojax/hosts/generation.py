@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from locojax.config import Config
@@ -20,6 +20,7 @@ from locojax.hosts.worker import HostWorker
 from locojax.rl.grading import Grader
 from locojax.rl.rewards import GradeInput
 from locojax.rl.seeds import sample_seed
+from locojax.rollout.request import Begun, Gained
 from locojax.types import Completion, Group, Prompt, Reward, Rollout, SampleRequest, SampleResult, SamplingParams
 
 _LAST_GRADES_SECONDS = 3.0  # that a run which is being stopped waits for grades under way, to journal them
@@ -84,6 +85,15 @@ class Batch:
 
     def index_of(self, request_id: str) -> int:
         return self._index_of[request_id]
+
+    def begun(self, request_id: str) -> Mapping[int, Begun]:
+        """What an earlier process sampled of a request that it didn't finish."""
+        return {} if self.notes is None else self.notes.begun.get(self.index_of(request_id), {})
+
+    def gained(self, new: Sequence[Gained]) -> None:
+        """Journals what samples that run have gained."""
+        if self.notes is not None:
+            self.notes.gained((self.index_of(each.request_id), each) for each in new)
 
     @property
     def indices(self) -> list[int]:
@@ -210,7 +220,8 @@ class Generation:
 
     def _sample(self, batch: Batch, grading: Grading) -> Iterator[SampleResult]:
         """Those of the batch that aren't sampled yet, as they finish."""
-        return self.worker.sample([batch.requests[index] for index in grading.not_sampled])
+        requests = [batch.requests[index] for index in grading.not_sampled]
+        return self.worker.sample(requests, begun=batch.begun, told=batch.gained)
 
 
 class Grading:

@@ -3,7 +3,8 @@
 Each host writes two kinds of files (`journal_files`) of records (`journal_records`):
 
     ledger.host0.log                 starts, draws, trained batches, published versions, evaluations; kept for good
-    rollouts/step_000037.host0.log   one step's completions and grades; kept as long as a checkpoint before it is
+    rollouts/step_000037.host0.log   one step's completions, as they are sampled and when they are whole, and their
+                                     grades; kept as long as a checkpoint before it is
 
 A record is the operating system's as it is written; an fsync is begun after each finished group (at most every 0.2 s)
 and each trained batch, and awaited when the run ends. Losing the process loses nothing that was written; losing the
@@ -20,11 +21,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 
 from locojax.errors import CheckpointError
+from locojax.hosts.journal_begun import Unfinished, unfinished
 from locojax.hosts.journal_files import Appender, Folder
 from locojax.hosts.journal_records import (
+    Admitted,
+    Decoded,
     Drawn,
     Evaluated,
     Graded,
+    Piece,
     Published,
     Record,
     Sampled,
@@ -36,6 +41,7 @@ from locojax.hosts.journal_records import (
     encode,
     fingerprint,
 )
+from locojax.rollout.request import Begun, Gained
 from locojax.types import Completion, Prompt, Reward
 
 _LEDGER = re.compile(r"ledger\.host(\d+)\.log")
@@ -106,10 +112,10 @@ class Journal:
     ) -> StepNotes:
         """Notes of a step whose prompts have just been drawn; `places`: theirs in the batch of all hosts."""
         self._drawn(step, places, prompts)
-        found = self._recalled(step)
+        found, begun = self._recalled(step)
         if step != self._rollouts_step:
             self._open_rollouts(step)  # cuts off a torn tail, so what was found of it has been said
-        notes = StepNotes(self, step, found, policy_version, group_size)
+        notes = StepNotes(self, step, found, begun, policy_version, group_size)
         notes._extend(places, prompts)
         return notes
 
@@ -168,14 +174,14 @@ class Journal:
         with self._lock:
             self.seconds += time.perf_counter() - start
 
-    def _recalled(self, step: int) -> Mapping[int, Sequence[Recalled]]:
-        records = []
+    def _recalled(self, step: int) -> tuple[Mapping[int, Sequence[Recalled]], Mapping[int, Sequence[Unfinished]]]:
+        files = []
         for name in self._found.get(step, ()):
-            part, torn = read(self._folder, name)
-            records += part
+            records, torn = read(self._folder, name)
+            files.append(records)
             if torn:
                 self._say(torn_tail(name, torn))
-        return recalled(records)
+        return recalled(record for records in files for record in records), unfinished(files)
 
     def _add(self, file: Appender, record: Record) -> None:
         start = time.perf_counter()
@@ -183,7 +189,7 @@ class Journal:
         with self._lock:
             self.seconds += time.perf_counter() - start
 
-    def _add_rollout(self, step: int, record: Sampled | Graded) -> None:
+    def _add_rollout(self, step: int, record: Admitted | Decoded | Sampled | Graded) -> None:
         start = time.perf_counter()
         payload = encode(record)
         with self._lock:
@@ -202,13 +208,20 @@ class StepNotes:
     """
 
     def __init__(
-        self, journal: Journal, step: int, found: Mapping[int, Sequence[Recalled]], policy_version: int, group_size: int
+        self,
+        journal: Journal,
+        step: int,
+        found: Mapping[int, Sequence[Recalled]],
+        unfinished: Mapping[int, Sequence[Unfinished]],
+        policy_version: int,
+        group_size: int,
     ):
-        self._journal, self._step, self._found = journal, step, found
+        self._journal, self._step, self._found, self._unfinished = journal, step, found, unfinished
         self._policy_version, self._group_size = policy_version, group_size
         self._places: list[int] = []
         self._prompts: list[Prompt] = []
         self.known: dict[int, Recalled] = {}
+        self.begun: dict[int, Mapping[int, Begun]] = {}
 
     def draw(self, place: int, prompt: Prompt) -> None:
         """One prompt more is this host's, the next by index."""
@@ -216,13 +229,33 @@ class StepNotes:
         self._extend([place], [prompt])
 
     def _extend(self, places: Sequence[int], prompts: Sequence[Prompt]) -> None:
+        to_sample: dict[int, str] = {}  # by place
         for index, (place, prompt) in enumerate(zip(places, prompts, strict=True), start=len(self._places)):
             found = self._found.get(place, ())
             usable = [each for each in found if _is_of(each, prompt, self._policy_version, self._group_size)]
             if usable:
                 self.known[index] = max(usable, key=lambda each: each.num_graded)
+                continue
+            to_sample[place] = fingerprint(prompt)
+            of = to_sample[place], self._policy_version
+            begun = [each for each in self._unfinished.get(place, ()) if (each.prompt, each.version) == of]
+            if begun:
+                samples = max(begun, key=lambda each: each.num_tokens).samples
+                self.begun[index] = {i: part for i, part in samples.items() if i < self._group_size}
         self._places += places
         self._prompts += prompts
+        if to_sample:
+            admitted = Admitted(self._step, self._policy_version, tuple(to_sample), tuple(to_sample.values()))
+            self._journal._add_rollout(self._step, admitted)
+
+    def gained(self, gained: Iterable[tuple[int, Gained]]) -> None:
+        """What samples that run have gained, each with the index of its prompt."""
+        pieces = tuple(
+            Piece(self._places[index], each.sample_index, each.start, each.begun.tokens, each.begun.logprobs)
+            for index, each in gained
+        )
+        if pieces:
+            self._journal._add_rollout(self._step, Decoded(self._step, pieces))
 
     def sampled(self, index: int, completions: Sequence[Completion], seconds: float) -> None:
         """All completions of a prompt are there, `seconds` after the step's first admission."""

@@ -131,7 +131,8 @@ class StealingGeneration(Generation):
     def _sample(self, batch: Batch, grading: Grading) -> Iterator[SampleResult]:
         if batch.step is None:  # an evaluation, which each host does for its own share
             return super()._sample(batch, grading)
-        return self.worker.sample((), _Admission(self, batch, batch.step, grading).more)
+        admission = _Admission(self, batch, batch.step, grading)
+        return self.worker.sample((), admission.more, begun=batch.begun, told=batch.gained)
 
     def take_over(self, batch: Batch, step_index: int, place: int) -> int:
         """Makes another host's group one of the batch; returns its index."""

@@ -17,7 +17,7 @@ from locojax.models.lora import LoraSpec
 from locojax.models.sharding import MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec
 from locojax.rollout.engine import Engine
-from locojax.rollout.request import TokenBytes
+from locojax.rollout.request import Begun, Gained, TokenBytes
 from locojax.rollout.settings import EXACT_ROWS, EngineSettings
 from locojax.training.agreement import Agree
 from locojax.training.plan import Plan
@@ -40,6 +40,10 @@ DEFAULT_KV_GIB = 4.0
 Timed = Callable[[Phase], AbstractContextManager[None]]
 More = Callable[[int], Sequence[SampleRequest]]
 """(slots free, as `Engine.num_free_slots` counts them) -> what to admit now."""
+BegunOf = Callable[[str], Mapping[int, Begun]]
+"""(a request's id) -> what was sampled of it before, by sample."""
+Told = Callable[[Sequence[Gained]], None]
+"""Takes what unfinished requests have gained."""
 MakeEngine = Callable[[ModelSpec, EngineSettings, TokenBytes, Timed], Engine]
 
 
@@ -141,25 +145,36 @@ class HostWorker:
         """Compiles what sampling such a batch needs, so that no step does; returns the number of programs."""
         return self.engine.warm_up(requests, longest_prompt)
 
-    def sample(self, requests: Sequence[SampleRequest], more: More | None = None) -> Iterator[SampleResult]:
+    def sample(
+        self,
+        requests: Sequence[SampleRequest],
+        more: More | None = None,
+        begun: BegunOf = lambda request_id: {},
+        told: Told | None = None,
+    ) -> Iterator[SampleResult]:
         """Results as they finish; between two of them the caller may do work of its own, or stop.
 
         Args:
           more: asked before each of the engine's steps; when nothing is left to do, and it gives nothing, that is all.
+          begun: what is gone on from.
+          told: called after each of the engine's steps.
         """
-        self.admit(requests)
+        self.admit(requests, begun)
         while True:
             if more is not None:
-                self.admit(more(self.engine.num_free_slots))
+                self.admit(more(self.engine.num_free_slots), begun)
             if not self.engine.num_unfinished:
                 return
-            yield from self.engine.step()
+            results = self.engine.step()
+            if told is not None:
+                told(self.engine.gained())
+            yield from results
 
-    def admit(self, requests: Sequence[SampleRequest]) -> None:
-        """Queues requests at the engine."""
+    def admit(self, requests: Sequence[SampleRequest], begun: BegunOf) -> None:
+        """Queues requests at the engine; `begun`: see `sample`."""
         with self._timed("admit"):
             for request in requests:
-                self.engine.add(request)
+                self.engine.add(request, begun=begun(request.request_id))
 
     def forget_prompts(self) -> None:
         """Ends what is cached of prompts sampled so far."""
