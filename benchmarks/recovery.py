@@ -6,7 +6,7 @@ sides: generation of new groups begins at the line "resumed at step ...", and th
 journaled when it is finished.
 
 Also: graded rollouts kept over graded rollouts made (a graded completion that is graded again was lost), groups sampled
-again, the share of the steps' time that went into the journal, and the time to write and to check a checkpoint's sums.
+again, of completions that were not finished the tokens in the journal and how many of these were sampled again, the share of the steps' time that went into the journal, and the time to write and to check a checkpoint's sums.
 Run it with: python benchmarks/recovery.py [--model smollm2-135m] [--launches 3]
 """
 
@@ -30,8 +30,9 @@ from typing import Any
 import jax
 
 from locojax.hosts.journal import ledgers, read, recalled, rollout_files
+from locojax.hosts.journal_begun import unfinished
 from locojax.hosts.journal_files import open_folder
-from locojax.hosts.journal_records import Graded, Sampled, Trained
+from locojax.hosts.journal_records import Admitted, Decoded, Graded, Piece, Sampled, Trained
 from locojax.hosts.runlog import read_metrics
 from locojax.models import decoder
 from locojax.models.random_model import byte_tokenizer
@@ -56,11 +57,16 @@ POLL_SECONDS = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """One start after a kill. `to_generation`: until the resumed line; `to_group`: until the first new group."""
+    """One start after a kill. `to_generation`: until the resumed line; `to_group`: until the first new group.
+
+    `num_begun`: tokens that the journal had of unfinished completions; `num_again`: of these, sampled again.
+    """
 
     to_generation: float
     to_group: float
     line: str
+    num_begun: int
+    num_again: int
 
 
 class Victim:
@@ -111,7 +117,7 @@ class Victim:
 
     def recover(self, name: str, cache: pathlib.Path) -> Recovery:
         """Starts it again and waits for its end."""
-        before = self.records(name, self.num_steps - 2, Sampled)
+        before, begun = self.records(name, self.num_steps - 2, Sampled), self.begun(name)
         start, to_generation, to_group = time.perf_counter(), 0.0, 0.0
         process, out = self.start(name, cache), self.folder / f"{name}.out"
         while process.poll() is None:
@@ -123,7 +129,32 @@ class Victim:
         found = RESUMED.search(out.read_text())
         if process.returncode != 0 or found is None:
             raise RuntimeError(out.read_text())
-        return Recovery(to_generation, to_group, found[0])
+        again = 0
+        for piece in self.decoded_last(name):
+            again += max(begun.get((piece.place, piece.sample), 0) - piece.start, 0)
+        return Recovery(to_generation, to_group, found[0], sum(begun.values()), again)
+
+    def begun(self, name: str) -> dict[tuple[int, int], int]:
+        """Tokens that the journal has of completions whose groups aren't finished, by place and sample."""
+        (records,) = self.rollouts(name)
+        whole = recalled(records)
+        return {
+            (place, sample): len(part.tokens)
+            for place, groups in unfinished([records]).items()
+            for sample, part in groups[0].samples.items()
+            if place not in whole
+        }
+
+    def decoded_last(self, name: str) -> list[Piece]:
+        """What the last start of the run has decoded of the step, piece by piece."""
+        (records,) = self.rollouts(name)
+        last = max(n for n, record in enumerate(records) if isinstance(record, Admitted))
+        return [piece for record in records[last:] if isinstance(record, Decoded) for piece in record.pieces]
+
+    def rollouts(self, name: str) -> list[list[Any]]:
+        """The records of the step in which it is killed, of each host."""
+        journal = open_folder(str(self.folder / name / "journal"))
+        return [read(journal, each)[0] for each in rollout_files(journal)[self.num_steps - 2]]
 
     def kept(self, name: str, total: int) -> tuple[int, int]:
         """(graded completions that were made, those that were graded again), of a run of `total` completions."""
@@ -190,6 +221,8 @@ def main() -> None:
     conditions: dict[str, Any] = {
         "to_generation_seconds": {kind: middle(kind, "to_generation") for kind in found},
         "graded_rollouts_kept": round((made - lost) / made, 4), "graded_again": lost, "groups_sampled_again": again,
+        "unfinished_tokens": sum(each.num_begun for kind in found.values() for each in kind),
+        "unfinished_tokens_sampled_again": sum(each.num_again for kind in found.values() for each in kind),
         "journal_share_of_steps": round(statistics.median(shares), 5), "launches": args.launches,
         "model": args.model or f"{CONFIG['num_hidden_layers']} layers, hidden {CONFIG['hidden_size']}, random weights",
         "workload": f"{prompts} prompts x {group} samples x 64 tokens at most, killed in step {args.steps - 1}",
