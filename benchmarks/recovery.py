@@ -6,7 +6,8 @@ sides: generation of new groups begins at the line "resumed at step ...", and th
 journaled when it is finished.
 
 Also: graded rollouts kept over graded rollouts made (a graded completion that is graded again was lost), groups sampled
-again, of completions that were not finished the tokens in the journal and how many of these were sampled again, the share of the steps' time that went into the journal, and the time to write and to check a checkpoint's sums.
+again, of completions that were not finished the tokens in the journal and how many of these were sampled again, the
+share of the steps' time that went into the journal, and the time to write and to check a checkpoint's sums.
 Run it with: python benchmarks/recovery.py [--model smollm2-135m] [--launches 3]
 """
 
