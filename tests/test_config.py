@@ -193,6 +193,8 @@ def test_resolve_knows_the_hosts():
     assert resolved_for(2, 2).training.mesh_fsdp == 2
     assert resolved_for(2, 8, "training.mesh_tensor=2").training.mesh_fsdp == 4
     assert resolved_for(1, 4, "training.mesh_fsdp=2").training.mesh_fsdp == 2
+    split = resolved_for(1, 8, "training.mesh_sequence=3", "training.mesh_tensor=2").training
+    assert split.mesh_fsdp == 1 and split.row_tokens % (3 * 64) == 0
     slots = [resolved_for(hosts, hosts, "run.prompts_per_step=9").rollout.max_slots for hosts in (1, 2, 4)]
     assert slots == [128, 64, 32]
 
@@ -203,9 +205,17 @@ def test_resolve_knows_the_hosts():
         (1, 4, "training.mesh_fsdp=8", "Got: 4 devices on 1 host. Expected: at least 8."),
         (2, 4, "training.mesh_fsdp=2", "Got: 4 devices on 2 hosts. Expected: 2 devices."),
         (2, 4, "training.mesh_tensor=3", "A mesh of training.mesh_fsdp 1 x training.mesh_tensor 3 does not fit"),
+        (1, 4, "training.mesh_sequence=8", "mesh_fsdp 1 x training.mesh_sequence 8 x training.mesh_tensor 1 does not"),
+        (1, 4, "training.mesh_sequence=8", "choose a mesh_tensor x mesh_sequence that divides a host's devices"),
     ],
 )
 def test_a_mesh_that_does_not_fit(hosts, devices, argument, text):
     with pytest.raises(ConfigError) as caught:
         resolved_for(hosts, devices, argument)
     assert text in str(caught.value)
+
+
+def test_rows_are_divided_by_the_sequence_axis():
+    text = "'training.row_tokens' can't be divided by training.mesh_sequence 3. Got: 512. Expected: .* 3, as 513"
+    with pytest.raises(ConfigError, match=text):
+        resolved_for(1, 3, "training.row_tokens=512", "training.mesh_sequence=3")

@@ -19,6 +19,7 @@ from locojax.measure.fit import Compiled, Report, largest_buffers, needed_bytes,
 from locojax.measure.fit_chips import GIB
 from locojax.measure.fit_count import Assumptions, Work, count
 from locojax.measure.fit_programs import Plan, RolloutPlan, Trainer, mesh_of
+from locojax.models import kernels
 from locojax.models.lora import LoraSpec
 from locojax.models.remat import POLICIES, kept_bytes
 from locojax.models.spec import ModelSpec
@@ -168,7 +169,7 @@ def fake(limit_gib, needs):
 
 def needs(plan, slice):
     kept = {"none": 8, "linear": 4, "dots": 3, "attention": 2, "full": 1, "offload": 0.5}[plan.remat]
-    return 10 + plan.rows * kept * 8 / slice.num_devices / plan.tensor
+    return 10 + plan.rows * kept * 8 / slice.num_devices / plan.tensor / plan.sequence
 
 
 def test_the_search_finds_the_least_change_of_each_setting():
@@ -183,6 +184,39 @@ def test_the_search_finds_the_least_change_of_each_setting():
         ("--topology v5p:2x2x2", True),
     ]  # fmt: skip
     assert {only for _, _, only in asked[1:]} == {("forward_backward",)}
+
+
+def test_the_search_splits_a_row_that_is_too_long_by_itself():
+    plan = dataclasses.replace(ON_CPU, row_tokens=512, remat="offload", kernel="tpu")
+    fit, asked = fake(12.0, lambda plan, slice: 10 + plan.device_tokens / 100)
+    ways = fit_search.nearest(fit(plan, fit_chips.parse("v5p:2x2x1")), say=lambda text: None, fit=fit)
+    found = [(way.change, way.report is not None) for way in ways]
+    assert ("--sequence-parallel 4 --micro-batch-tokens 512", True) in found  # one row on the four devices
+    assert [plan.sequence for plan, _, _ in asked if plan.sequence > 1] == [2, 4]
+
+
+def test_a_row_that_the_devices_do_not_divide_is_refused():
+    plan = dataclasses.replace(ON_CPU, row_tokens=1000, sequence=4, kernel="tpu")
+    with pytest.raises(ConfigError, match="Rows of 1000 tokens can't be split .* axis of 4.*Make rows of 1024 tokens"):
+        mesh_of(plan, jax.devices()[:4])
+
+
+def test_a_part_of_a_row_is_counted_as_its_device_computes_it():
+    """All but attention is a fourth of the row's; of a causal kernel the last device has the most blocks."""
+    whole, split = (dataclasses.replace(ON_CPU, row_tokens=1024, sequence=n, gather="layer") for n in (1, 4))
+    tokens = [plan.micro_batch_tokens(4) for plan in (whole, split)]
+    assert tokens == [4096, 1024] and split.device_tokens == 256
+    steps = [Trainer.of(plan, jax.devices()[:4]).programs()[0] for plan in (whole, split)]
+    works = [count(step.trace(), Assumptions(step.trips)) for step in steps]
+    assert 0.2 < works[1].flops / works[0].flops < 0.3
+    kernel = count(_kernel_trace(), Assumptions()).flops
+    assert count(_kernel_trace(), Assumptions(sequence=4)).flops == pytest.approx(kernel / 0.5 * 0.875)
+
+
+def _kernel_trace():
+    like = jax.ShapeDtypeStruct
+    rows, until = like((1, 128, 2, 128), jnp.float32), like((1, 128), jnp.int32)
+    return jax.jit(lambda q, until: kernels.splash(q, q, q, until, name="x")).trace(rows, until)
 
 
 def test_the_smallest_slice_is_found():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import fit_steps
@@ -13,7 +14,8 @@ from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ragged_lib
 from jax.sharding import PartitionSpec
 
 from locojax.errors import ConfigError
-from locojax.measure import fit_apart
+from locojax.measure import fit_apart, fit_chips
+from locojax.measure.fit_programs import Plan, RolloutPlan
 from locojax.models import attention, kernels
 from locojax.models.sharding import DATA, FSDP, MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec
@@ -117,6 +119,19 @@ def test_an_engine_takes_the_kernel_where_it_can_be_compiled():
     assert kernel == ["plain", "plain", "tpu"]  # auto: this is a CPU
     with pytest.raises(ConfigError, match="3 kv heads of 64 in bfloat16.*attention=\"plain\""):
         memory_and_layout(model(3, 64), settings(attention="tpu"))
+
+
+@pytest.mark.extended
+def test_a_step_on_parts_of_rows_compiles_for_tpu():
+    """Four devices, one row: the kernel on each one's queries; what is kept between passes is a fourth."""
+    tiny = dataclasses.replace(model(2, 128), num_layers=8)
+    plan = Plan(tiny, None, 4096, rollout=RolloutPlan("none"))
+    plans = {n: (dataclasses.replace(plan, sequence=n), ("forward_backward",)) for n in (1, 4)}
+    done = []
+    slice = fit_chips.parse("v5p:2x2x1")
+    assert fit_apart.run(fit_steps.compile_plans, (plans, slice), done.append, lambda text: None) is None
+    taken = {name: program.temporaries for name, program in done if not program.refused}
+    assert taken[4] < 0.5 * taken[1]
 
 
 @pytest.mark.extended

@@ -13,7 +13,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from test_trainer import LORA, SPEC, close, drawn_params, oracle_gradient, rollouts
 
+from locojax.config import load
 from locojax.errors import ConfigError
+from locojax.hosts.worker import training_mesh
 from locojax.models import attention, kernels, sharding
 from locojax.models.lora import Adapters
 from locojax.models.sharding import DATA, FSDP, SEQUENCE, MeshSpec, make_mesh
@@ -199,3 +201,8 @@ def test_rows_that_cannot_be_split_are_refused(params):
         make(params, "full", mesh_of(MeshSpec(1, 1, 4)), row_tokens=50)
     with pytest.raises(ConfigError, match="in multiples of 128 as the attention kernel.*Make rows of 512 tokens"):
         make(params, "full", mesh_of(MeshSpec(1, 1, 4)), row_tokens=300, attention="tpu")
+
+
+def test_the_settings_make_the_mesh():
+    config = load(None, ["training.mesh_fsdp=1", "training.mesh_sequence=2", "training.mesh_tensor=2"])
+    assert dict(training_mesh(config).shape) == {"fsdp": 1, "sequence": 2, "tensor": 2}
