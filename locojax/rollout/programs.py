@@ -256,6 +256,8 @@ def prefill_chunk(
     def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         context_k, context_v = spec.layout.stored(layer, to)
         out = attention.chunk_with_context(q, k, v, context_k, context_v, start[None])
+        # Read before it is written to, or XLA would work on a copy of all that is stored.
+        layer, out = jax.lax.optimization_barrier((layer, out))
         return out, spec.layout.store(layer, to, k, v, start)
 
     positions = start + jnp.arange(T, dtype=jnp.int32)[None]
