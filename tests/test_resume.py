@@ -104,9 +104,9 @@ def made(tmp_path_factory) -> Runs:
 def runs(made, monkeypatch) -> Runs:
     sample = HostWorker.sample
 
-    def counted(self, requests):
+    def counted(self, requests, **others):
         made.asked.update(request.request_id.partition("/")[0] for request in requests)
-        return sample(self, requests)
+        return sample(self, requests, **others)
 
     monkeypatch.setattr(HostWorker, "sample", counted)
     monkeypatch.setattr(Progress, "note", lambda self, text: made.said.append(text))

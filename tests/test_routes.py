@@ -352,10 +352,10 @@ def test_keys_are_never_logged(tmp_path, caplog):
     assert "0123456789abcdef" not in caplog.text and "guess-guess" not in caplog.text
 
 
-def test_heartbeats_are_quick_beside_many_polls(tmp_path):
-    """300 polls wait and 3 MB bodies are decoded; heartbeats don't notice."""
+def test_heartbeats_wait_for_neither_polls_nor_large_bodies(tmp_path):
+    """300 polls wait and 3 MB bodies are decoded: heartbeats are answered meanwhile."""
 
-    async def body(url: str):
+    async def body(url: str) -> int:
         limits = httpx.Limits(max_connections=400)
         async with httpx.AsyncClient(base_url=url, headers=HEADERS, limits=limits, timeout=60) as client:
             session = await Session(client).open()
@@ -364,18 +364,17 @@ def test_heartbeats_are_quick_beside_many_polls(tmp_path):
             await asyncio.sleep(0.5)
             large = train_body(session.model_id, 60, num_data=20_000)
             sends = [asyncio.create_task(post_train(client, large)) for _ in range(2)]
-            times = []
-            for _ in range(30):
-                began = time.perf_counter()
+            answered = 0
+            while not any(send.done() for send in sends):
                 await session.post("session_heartbeat", session_id=session.session_id)
-                times.append(time.perf_counter() - began)
-                await asyncio.sleep(0.02)
+                answered += 1
+                await asyncio.sleep(0.01)
             for send in sends:
                 assert (await send).status_code == 200
             for task in polls:
                 task.cancel()
             await asyncio.gather(*polls, return_exceptions=True)
-            return sorted(times)
+            return answered
 
     async def poll(client: httpx.AsyncClient, request_id: str) -> int:
         return (await client.post("/api/v1/retrieve_future", json={"request_id": request_id})).status_code
@@ -383,8 +382,8 @@ def test_heartbeats_are_quick_beside_many_polls(tmp_path):
     app = make_app(tmp_path)
     with FakeEngine(str(tmp_path / "engine.sock"), model_name=MODEL), listening(app) as url:
         wait_until_ready(url)
-        times = asyncio.run(body(url))
-    assert times[int(0.95 * len(times))] < 0.5, times
+        answered = asyncio.run(body(url))
+    assert answered >= 2  # none, if they waited for the bodies
 
 
 def wait_until_ready(url: str) -> None:

@@ -45,7 +45,10 @@ class Worker:
         self.aborted: list[str] = []
 
     def sample(
-        self, requests: Sequence[SampleRequest], more: Callable[[int], Sequence[SampleRequest]]
+        self,
+        requests: Sequence[SampleRequest],
+        more: Callable[[int], Sequence[SampleRequest]],
+        **of_the_journal: object,
     ) -> Iterator[SampleResult]:
         waiting = collections.deque[SampleRequest](requests)
         while True:
