@@ -205,6 +205,7 @@ class StepNotes:
 
     Attributes:
       known: what an earlier process sampled of it, under the same weights.
+      begun: of prompts that aren't known, by sample, what an earlier process had sampled before it was lost.
     """
 
     def __init__(
