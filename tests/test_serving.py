@@ -28,6 +28,7 @@ from locojax.hosts.protocol import (
 )
 from locojax.hosts.serving import run_engine
 from locojax.hosts.serving_settings import ServeSettings
+from locojax.models.executables import Executables
 from locojax.models.peft import load_adapter
 from locojax.models.spec import ModelSpec
 from locojax.server import openai
@@ -287,8 +288,9 @@ def num_compilations(client):
 
 
 @pytest.fixture
-def no_persistent_cache():
-    """Programs that an earlier run of the tests compiled don't count as compilations."""
+def no_persistent_cache(monkeypatch):
+    """Programs that an earlier run of the tests compiled, or kept whole, don't count as compilations."""
+    monkeypatch.setattr(Executables, "_path", lambda *args: None)
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
