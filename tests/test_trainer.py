@@ -422,9 +422,8 @@ def test_malformed_data_are_refused_by_datum_and_field(params):
         for part in ("Datum 1", *parts):
             assert part in str(caught.value)
 
-    refused(
-        {}, "tokens holds a token id outside", "67 at position 2", "0 to 66", tokens=np.r_[1, 2, 67, good.tokens[3:]]
-    )
+    outside = np.r_[1, 2, 67, good.tokens[3:]]
+    refused({}, "tokens holds a token id outside", "67 at position 2", "0 to 66", tokens=outside)
     refused({"target_tokens": np.full(n, -1)}, "target_tokens holds a token id outside", "-1 at position 0")
     refused({"target_tokens": np.zeros(n)}, "target_tokens does not hold integers", "float64")
     refused({"target_tokens": np.zeros(n + 1, int)}, "target_tokens does not match its", f"({n + 1},)")

@@ -27,7 +27,7 @@ from locojax.rollout.pages import Moves, Shape, power_of_two
 from locojax.rollout.pending import Pending
 from locojax.rollout.policy import Policy
 from locojax.rollout.prefilling import Asked, Prefiller
-from locojax.rollout.request import Begun, Gained, Sample, StopRule, TokenBytes, validate
+from locojax.rollout.request import Begun, Gained, Sample, TokenBytes, validate
 from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Queue, Schedule
 from locojax.rollout.settings import PLAIN_ROWS, EngineSettings, memory_and_layout, scheduler_of
@@ -86,8 +86,7 @@ class Engine:
         self._shape = Shape(entries=2 * settings.max_slots)
         self._copies, self._num_added = Moves(), 0
         self._cache: Any = None
-        self._policy = Policy()
-        self._stats = EngineStats()
+        self._policy, self._stats = Policy(), EngineStats()
 
     def load(self, weights: Params, version: int, adapters: Adapters | None = None, *, interrupt: bool = False) -> None:
         """New weights, in the form of `decoder.unstack`. The KV memory stays; cached prompts are forgotten.
@@ -177,17 +176,9 @@ class Engine:
         if seed is None:
             seed = f"unseeded/{self.settings.seed}/{self._num_added}"
         self._num_added += 1
-        stop = StopRule.of(request.params.stop, self._tokens.eos_ids)
-        samples = [
-            Sample(request, i, sampling.key_of(seed, i), stop, max_tokens, request.prompt, stream)
-            for i in range(request.num_samples)
-        ]
-        if begun and request.topk_sample_logprobs:
-            raise RequestError(f"Request {request.request_id!r} asks for likeliest tokens, which begun samples lack")
-        for i, part in (begun or {}).items():
-            samples[i].begin(part, self._tokens)
-        self._requests[request.request_id] = Pending(request, samples, seed)
-        self._scheduler.add(sample for sample in samples if sample.stop_reason is None)
+        mine = Pending.of(request, seed, max_tokens, self._tokens, stream, begun or {})
+        self._requests[request.request_id] = mine
+        self._scheduler.add(sample for sample in mine.samples if sample.stop_reason is None)
 
     def validate(self, request: SampleRequest) -> int:
         """Refuses what `add` would; returns the most tokens a sample may have.
@@ -320,8 +311,8 @@ class Engine:
         if self.policy_version is None:
             raise RequestError("The engine has no weights", remedy="Call load first")
         if not isinstance(self._memory, RowsMemory):
-            raise ConfigError("An engine can't be warmed up for a server", got=f"layout={self.settings.layout!r}",
-                              expected='layout="rows"')  # fmt: skip
+            got = f"layout={self.settings.layout!r}"
+            raise ConfigError("An engine can't be warmed up for a server", got=got, expected='layout="rows"')
         before = self.compiler.num_compilations
         prepare_server(
             self.compiler, self.spec, self.settings, self._layout, self._memory.shapes(), self._policy.loaded,

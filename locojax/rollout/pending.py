@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
+from locojax.errors import RequestError
 from locojax.rollout.prefilling import PromptScores
-from locojax.rollout.request import Sample
+from locojax.rollout.request import Begun, Sample, StopRule, TokenBytes
+from locojax.rollout.sampling import key_of
 from locojax.types import LogprobsOf, SampleRequest, SampleResult
 
 
@@ -17,6 +20,32 @@ class Pending:
     samples: list[Sample]
     seed: int | str
     scores: PromptScores | None = None
+
+    @classmethod
+    def of(
+        cls,
+        request: SampleRequest,
+        seed: int | str,
+        max_tokens: int,
+        vocabulary: TokenBytes,
+        stream: bool,
+        begun: Mapping[int, Begun],
+    ) -> Pending:
+        """A request's samples, of which some may have been begun elsewhere.
+
+        Raises:
+          RequestError: it asks for what begun samples lack.
+        """
+        if begun and request.topk_sample_logprobs:
+            raise RequestError(f"Request {request.request_id!r} asks for likeliest tokens, which begun samples lack")
+        stop = StopRule.of(request.params.stop, vocabulary.eos_ids)
+        samples = [
+            Sample(request, i, key_of(seed, i), stop, max_tokens, request.prompt, stream)
+            for i in range(request.num_samples)
+        ]
+        for i, part in begun.items():
+            samples[i].begin(part, vocabulary)
+        return cls(request, samples, seed)
 
     @property
     def done(self) -> bool:
