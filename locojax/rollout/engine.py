@@ -158,9 +158,7 @@ class Engine:
         """That of the weights; None before there are any."""
         return self._policy.version
 
-    def add(
-        self, request: SampleRequest, *, stream: bool = False, begun: Mapping[int, Begun] | None = None
-    ) -> None:
+    def add(self, request: SampleRequest, *, stream: bool = False, begun: Mapping[int, Begun] | None = None) -> None:
         """Queues a request. With `stream`, `drain` tells of its tokens as they come.
 
         Args:
@@ -252,11 +250,9 @@ class Engine:
         others: list[SampleResult] = []
         done: dict[str, SampleResult] = {}
         while len(done) < len(wanted):
-            for result in self.step():
-                if result.request_id in wanted:
-                    done[result.request_id] = result
-                else:
-                    others.append(result)
+            results = self.step()
+            done |= {result.request_id: result for result in results if result.request_id in wanted}
+            others += [result for result in results if result.request_id not in wanted]
         self._closed += others  # for whoever added them and calls step
         return [done[request_id] for request_id in wanted]
 
@@ -313,11 +309,9 @@ class Engine:
         if not isinstance(self._memory, RowsMemory):
             got = f"layout={self.settings.layout!r}"
             raise ConfigError("An engine can't be warmed up for a server", got=got, expected='layout="rows"')
-        before = self.compiler.num_compilations
-        prepare_server(
-            self.compiler, self.spec, self.settings, self._layout, self._memory.shapes(), self._policy.loaded,
-            self._prefiller,
-        )  # fmt: skip
+        before, shapes = self.compiler.num_compilations, self._memory.shapes()
+        loaded, layout = self._policy.loaded, self._layout
+        prepare_server(self.compiler, self.spec, self.settings, layout, shapes, loaded, self._prefiller)
         return self.compiler.num_compilations - before
 
     def forget_prompts(self) -> None:
