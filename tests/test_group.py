@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,7 +21,7 @@ from locojax.errors import ConfigError, DeadlineError, HostError
 from locojax.hosts.colocated import check_same_settings
 from locojax.hosts.group import Group
 from locojax.hosts.place import Place, find_place, platforms_to_try
-from locojax.hosts.watch import Sign, Wait, Watch
+from locojax.hosts.watch import Sign, Wait, Watch, Watchdog
 
 ALL = {"LOCOJAX_COORDINATOR": "10.0.0.1:9000", "LOCOJAX_NUM_HOSTS": "4", "LOCOJAX_HOST_ID": "2"}
 
@@ -159,6 +160,34 @@ def test_a_process_that_was_stopped_hears_the_others_before_it_judges():
         child.stdin.write("?\nend\n")
         child.stdin.close()
         assert child.stdout.readline() == "[]\n"
+
+
+class SlowBoard(MemoryBoard):
+    """A beat is under way when `began` is set, and arrives once `go_on` is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def put(self, key: str, value: str) -> None:
+        if Sign.decode(value).ended is None:
+            self.began.set()
+            assert self.go_on.wait(20)
+        super().put(key, value)
+
+
+def test_a_beat_under_way_does_not_take_back_the_last_sign():
+    board = SlowBoard()
+    dog = Watchdog(Watch(0, 2, silence_seconds=5, deadline_seconds=600), board, [].append)
+    assert board.began.wait(20)
+    stopping = threading.Thread(target=dog.stop, args=("HostError: no such thing",))
+    stopping.start()
+    stopping.join(0.2)  # a last sign that doesn't wait for the beat is on the board by now
+    board.go_on.set()
+    stopping.join(20)
+    for thread in dog._threads:
+        thread.join(20)
+    assert Sign.decode(board.values["signs/0"]).ended == "HostError: no such thing"
 
 
 def test_a_host_that_failed_is_quoted_at_once():

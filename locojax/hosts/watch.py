@@ -172,6 +172,7 @@ class Watchdog:
         self._watch, self._board, self._end = watch, board, end
         self._beat_seconds = min(BEAT_SECONDS, watch.silence_seconds / 5)  # a silence is several beats long
         self._changed = threading.Lock()
+        self._saying = threading.Lock()
         self._phase, self._num_meetings, self._num_beats = "start", 0, 0
         self._wait: Wait | None = None
         self._stopping = threading.Event()
@@ -207,16 +208,20 @@ class Watchdog:
     def stop(self, ended: str) -> None:
         """The last sign: `ended` is why, "" when all is done. Nothing is watched any more."""
         self._stopping.set()
-        self._board.put(f"{SIGNS}/{self._watch.rank}", self._sign(ended).encode())
+        self._say(ended)
 
-    def _sign(self, ended: str | None = None) -> Sign:
-        self._num_beats += 1
-        return Sign(self._num_beats, self._num_meetings, self._phase, ended)
+    def _say(self, ended: str | None = None) -> None:
+        with self._saying:
+            if ended is None and self._stopping.is_set():
+                return  # a beat that was under way would overwrite the last sign
+            self._num_beats += 1
+            sign = Sign(self._num_beats, self._num_meetings, self._phase, ended)
+            self._board.put(f"{SIGNS}/{self._watch.rank}", sign.encode())
 
     def _beat(self) -> None:
         while not self._stopping.wait(self._beat_seconds):
             try:
-                self._board.put(f"{SIGNS}/{self._watch.rank}", self._sign().encode())
+                self._say()
                 signs = {int(rank): Sign.decode(text) for rank, text in self._board.read(SIGNS).items()}
             except RuntimeError:  # the board is out of reach: `_judge` sees that it was not read
                 continue
