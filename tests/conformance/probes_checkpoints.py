@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import tinker
+from conformance import sdks
 from conformance.client import (
     API_KEY,
     TEXTS,
@@ -323,11 +323,14 @@ def probe_optimizers_other_than_adam(client: Client) -> None:
 
 def command_line(client: Client, *arguments: str) -> str:
     """Runs `tinker ...` against the server; its output."""
-    environment = {**os.environ, "TINKER_BASE_URL": client.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "250"}
+    environment = {
+        **sdks.environment(), "TINKER_BASE_URL": client.url, "TINKER_API_KEY": API_KEY, "COLUMNS": "250",
+    }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "tinker.cli", *arguments], env=environment, capture_output=True, text=True, timeout=100
     )
-    assert done.returncode == 0, f"tinker {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    status = sdks.exit_status(done.returncode, done.stderr)
+    assert status == 0, f"tinker {' '.join(arguments)}: {done.stdout}{done.stderr}"
     return done.stdout
 
 

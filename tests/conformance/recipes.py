@@ -181,6 +181,7 @@ def run_recipe(
             status = subprocess.run(
                 command, cwd=folder, env=environment, stdout=out, stderr=subprocess.STDOUT, timeout=MAX_SECONDS
             ).returncode
+            status = sdks.exit_status(status, tail(output, 60))
         except subprocess.TimeoutExpired:
             status = -1
     values = curve(folder / log_path, recipe.metric)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -42,5 +43,17 @@ def describe(python: str) -> Sdk:
 
 
 def environment() -> dict[str, str]:
-    """For a client process: our tests on its path, nothing from the network, no telemetry."""
-    return {**os.environ, "PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
+    """For a client process: our tests on its path, nothing from the network, no telemetry, a trace when it crashes."""
+    client = {"PYTHONPATH": str(TESTS), "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, **client}
+
+
+def exit_status(status: int, stderr: str) -> int:
+    """A client's exit status, but 0 for one that came to its end and was aborted while Python went down.
+
+    Before Python 3.14 a thread that wants the interpreter by then is ended in a way that Rust's frames do not survive,
+    and the SDK's HTTP client has such threads (github.com/curioswitch/pyqwest/issues/164). No thread has a Python frame
+    any more: that tells it from an abort in the middle of something.
+    """
+    _, crash, trace = stderr.rpartition("Fatal Python error: Aborted")
+    return 0 if status == -signal.SIGABRT and crash and 'File "' not in trace else status
