@@ -5,6 +5,7 @@ Legend: N positions, D in, F out, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,6 +13,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+
+
+def matmul(x: Array, w: Array) -> Array:
+    """x [..., D] @ w [D, F], in x's dtype.
+
+    A single row of bf16 is multiplied as one of two: alone, XLA's CPU backend takes it to a routine that has w in fp32
+    first, at a tenth of the speed.
+    """
+    return _of_rows(x, lambda x: x @ w)
+
+
+def head_product(x: Array, w: Array) -> Array:
+    """f32 x [..., D] @ w.T, w [V, D] of x's dtype: the logits of an unembedding that lies vocabulary first.
+
+    On CPU the product with x.T is up to three times as fast as its twin with a few dozen rows of fp32 (without AVX-512;
+    with it they are level), and a quarter of its speed in bf16, where it goes through a copy of w in fp32.
+    """
+    if x.dtype == jnp.float32:
+        flat = x.reshape(-1, x.shape[-1])
+        return jnp.matmul(w, flat.T).T.reshape(*x.shape[:-1], w.shape[0])
+    return _of_rows(x, lambda x: jnp.einsum("...d,vd->...v", x, w, preferred_element_type=jnp.float32))
+
+
+def _of_rows(x: Array, product: Callable[[Array], Array]) -> Array:
+    """product(x), given two rows where x has one that is narrow; see `matmul`."""
+    if x.dtype == jnp.float32 or x.size != x.shape[-1]:
+        return product(x)
+    two = jnp.concatenate([x, jnp.zeros_like(x)], axis=0)
+    return jax.lax.slice_in_dim(product(two), 0, 1)
+
 
 INNER = "inner"
 """Name, for remat policies, of an adapter's inner activation, scale * x @ a: few columns, dear to make again."""
@@ -25,7 +56,7 @@ def dense(x: Array, w: Array, w_t: Array | None = None, *, train: bool = True) -
     """
     w = w.astype(x.dtype)
     if w_t is None:
-        return x @ w
+        return matmul(x, w)
     return _dense(train, x, w, w_t.astype(x.dtype))
 
 
@@ -63,8 +94,8 @@ def low_rank_deltas(x: Array, a: tuple[Array, ...], b: tuple[Array, ...], scale:
 
 def _deltas_fwd(x: Array, a: tuple[Array, ...], b: tuple[Array, ...], scale: Array):
     joined = jnp.concatenate(a, axis=-1)
-    inner = checkpoint_name((x @ joined) * scale, INNER)
-    return tuple(part @ w for part, w in zip(_parts(inner, b), b, strict=True)), (x, inner, joined, b, scale)
+    inner = checkpoint_name(matmul(x, joined) * scale, INNER)
+    return tuple(matmul(part, w) for part, w in zip(_parts(inner, b), b, strict=True)), (x, inner, joined, b, scale)
 
 
 def _parts(inner: Array, b: tuple[Array, ...]) -> list[Array]:

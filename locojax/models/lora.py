@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from locojax.errors import ConfigError
-from locojax.models.dense import low_rank_deltas
+from locojax.models.dense import low_rank_deltas, matmul
 from locojax.models.spec import ModelSpec, Parameter, parameters
 
 ATTENTION_MODULES = ("q", "k", "v", "o")
@@ -183,10 +183,10 @@ def add_deltas(
         n = ids[i]
         mine = (adapters.index == n)[:, None, None]
         a = jnp.concatenate([part["a"][n].astype(x.dtype) for part in parts], axis=-1)
-        inner = (x @ a) * adapters.scale[n].astype(x.dtype)
+        inner = matmul(x, a) * adapters.scale[n].astype(x.dtype)
         inners = jnp.split(inner, np.cumsum([part["a"].shape[-1] for part in parts])[:-1], axis=-1)
         added = [
-            out + (low @ part["b"][n].astype(x.dtype)).astype(out.dtype)
+            out + matmul(low, part["b"][n].astype(x.dtype)).astype(out.dtype)
             for out, low, part in zip(outs, inners, parts, strict=True)
         ]
         # Selected, not multiplied by a mask: 0 times one adapter's NaN would reach the others' rows.
@@ -203,7 +203,7 @@ def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:
     """
     if index is None:
         per_row = scale if scale.ndim == 0 else scale[:, None, None]
-        return (x @ a.astype(x.dtype)) * per_row.astype(x.dtype)
+        return matmul(x, a.astype(x.dtype)) * per_row.astype(x.dtype)
     inner = jnp.einsum("rti,rik->rtk", x, a[index].astype(x.dtype))
     return inner * scale[index].astype(x.dtype)[:, None, None]
 
@@ -225,7 +225,7 @@ def delta(x: Array, weights: Mapping[str, Array], scale: Array, index: Array | N
         return deltas(x, [weights], scale, index)[0]
     inner = low_rank(x, weights["a"], scale, index)
     b = weights["b"].astype(x.dtype)
-    out = inner @ b if index is None else jnp.einsum("rtk,rko->rto", inner, b[index])
+    out = matmul(inner, b) if index is None else jnp.einsum("rtk,rko->rto", inner, b[index])
     if not scale.ndim:
         return out
     # Zero times a broken adapter's NaN would be NaN: rows without an adapter are left alone outright.
