@@ -11,6 +11,7 @@ import pytest
 from tiny import CONFIG
 
 from locojax.models import attention, decoder
+from locojax.models.dense import head_product, matmul
 from locojax.models.lora import Adapters, LoraSpec, init_adapter
 from locojax.models.spec import ModelSpec
 
@@ -201,3 +202,16 @@ def test_decoding_attention_is_the_packed_one():
         slots[None], jnp.zeros_like(slots), slots, own_k, own_v, slots + 1,
     )  # fmt: skip
     np.testing.assert_allclose(decoded, whole[prompt:], atol=1e-6)
+
+
+def test_one_row_of_a_narrow_type_is_multiplied_as_one_of_two():
+    """XLA's CPU backend would have the weights in fp32 for it, at a tenth of the speed."""
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(32, 48)), jnp.bfloat16)
+    for rows, dtype, padded in ((1, jnp.bfloat16, True), (2, jnp.bfloat16, False), (1, jnp.float32, False)):
+        x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, 1, 32)), dtype)
+        for product, weight, out in ((matmul, w.astype(dtype), dtype), (head_product, w.T.astype(dtype), jnp.float32)):
+            assert ("concatenate" in str(jax.make_jaxpr(product)(x, weight))) == padded
+            found = product(x, weight)
+            assert (found.shape, found.dtype) == ((rows, 1, 48), out)
+            exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+            np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2, atol=2e-2)

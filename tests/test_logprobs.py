@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from locojax.models.logprobs import target_logprobs, target_logprobs_plain
+from locojax.models.unembedding import Chunk
 
 N, D, V, R = 37, 16, 101, 4
 
@@ -257,3 +258,21 @@ def test_temporaries_do_not_grow_with_positions_times_vocab(train_head):
     assert large - small < 8 * (8192 - 512) * 32 * 4  # a few copies of hidden, not of [N, V]
     assert large < full / 8
     assert temporaries(8192, vocab, 2 * tile) - large < 6 * logits  # a few tiles of logits, forward and backward
+
+
+@pytest.mark.parametrize(
+    ("size", "positions", "splits"), [(16_384, 8, True), (16_383, 8, False), (16_384, 40_000, False)]
+)
+def test_few_positions_of_a_narrow_type_are_summed_in_parts_of_the_vocabulary(size, positions, splits):
+    """A product of few results runs on part of the cores; and what is added in parts is the same sum."""
+    shapes = jax.ShapeDtypeStruct((positions, size), jnp.bfloat16), jax.ShapeDtypeStruct((size, 16), jnp.bfloat16)
+
+    def summed(d, weight):
+        return Chunk(((weight, True),), jnp.int32(0), size, None).to_inputs(d)[0]
+
+    assert ("reduce_sum" in str(jax.make_jaxpr(summed)(*shapes))) == splits
+    if positions < 100:
+        rng = np.random.default_rng(0)
+        d, weight = (jnp.asarray(rng.normal(size=shape.shape), jnp.bfloat16) for shape in shapes)
+        exact = np.asarray(d, np.float64) @ np.asarray(weight, np.float64)
+        np.testing.assert_allclose(summed(d, weight), exact, rtol=1e-4, atol=1e-3)
