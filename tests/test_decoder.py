@@ -215,3 +215,17 @@ def test_one_row_of_a_narrow_type_is_multiplied_as_one_of_two():
             assert (found.shape, found.dtype) == ((rows, 1, 48), out)
             exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
             np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2, atol=2e-2)
+
+
+def test_attention_of_one_head_a_group_is_no_single_row_either():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in ((3, 4, 8), (3, 4, 5, 8), (3, 4, 5, 8)))
+    length = jnp.asarray([5, 2, 1], jnp.int32)
+
+    def attend(q, k, v):
+        return attention.decode_rows(q, [k], [v], length)
+
+    assert str(jax.make_jaxpr(attend)(q, k, v)).count("concatenate") == 2
+    wide = [leaf.astype(jnp.float32) for leaf in (q, k, v)]
+    assert "concatenate" not in str(jax.make_jaxpr(attend)(*wide))
+    np.testing.assert_allclose(attend(q, k, v).astype(jnp.float32), attend(*wide), rtol=2e-2, atol=2e-2)

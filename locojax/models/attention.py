@@ -26,6 +26,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from locojax.models import kernels
+from locojax.models.dense import as_two
 
 Kernel = Literal["plain", "tpu"]
 """Which form attention takes: jax.numpy, or Pallas kernels for TPU (splash for packed rows, ragged paged to decode)."""
@@ -116,7 +117,8 @@ _softmax_of.defvjp(_softmax_fwd, _softmax_bwd)
 
 def _scores(q: Array, k: Array) -> Array:
     """q [N,K,X,h], k [N,K,S,h] -> fp32 [N,K,X,S]."""
-    return jnp.einsum("nkxh,nksh->nkxs", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    multiply = partial(jnp.einsum, "nkxh,nksh->nkxs", preferred_element_type=jnp.float32)
+    return as_two(q, 2, lambda q: multiply(q, k)) * q.shape[-1] ** -0.5
 
 
 def _top(scores: Array) -> Array:
@@ -133,7 +135,8 @@ def _weighted(weights: Array, v: Array) -> tuple[Array, Array]:
     """weights fp32 [N,K,X,S], v [N,K,S,h] -> fp32: weighted values [N,K,X,h], and the sum of weights [N,K,X,1]."""
     # Behind a barrier, or XLA turns the product with a constant of ones into a reduction.
     ones = jax.lax.optimization_barrier(jnp.ones((weights.shape[-1], ONES), jnp.float32))
-    values = jnp.einsum("nkxs,nksh->nkxh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    multiply = partial(jnp.einsum, "nkxs,nksh->nkxh", preferred_element_type=jnp.float32)
+    values = as_two(weights.astype(v.dtype), 2, lambda weights: multiply(weights, v))
     return values, jnp.einsum("nkxs,so->nkxo", weights, ones)[..., :1]
 
 
