@@ -49,7 +49,7 @@ def config(model, tmp_path):
                 f"data.reward={tmp_path / 'rewards.py'}:score", "data.chat=false", "rollout.max_tokens=6",
                 "rollout.group_size=4", "run.prompts_per_step=3", "run.num_steps=4", "run.eval_every=2",
                 "run.eval_prompts=2", f"run.dir={tmp_path}", f"run.cache_dir={tmp_path / 'cache'}",
-                "optimizer.learning_rate=1e-2", *arguments,
+                "training.compute_dtype=float32", "optimizer.learning_rate=1e-2", *arguments,
             ],
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -119,7 +120,9 @@ def die_at(monkeypatch, kind: str, step: int, number: int) -> None:
 
     def counted(self, payload: bytes) -> None:
         if len(seen) == number:
-            raise Killed
+            if threading.current_thread() is threading.main_thread():
+                raise Killed
+            return  # a grade that comes in: its thread is dead as well, and writes nothing
         append(self, payload)
         fields = json.loads(payload.partition(b"\n")[0])
         if fields["kind"] == kind and fields["step"] == step:

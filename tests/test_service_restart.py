@@ -100,6 +100,31 @@ def test_named_samplers_open_again_after_the_engine_died(tmp_path):
     run(test())
 
 
+def test_samples_asked_between_two_engines_find_their_samplers_open(tmp_path):
+    async def test():
+        address = socket_path()
+        first = FakeEngine(address).start()
+        async with serving(tmp_path, first) as (service, _):
+            session = await session_of(service)
+            model = await model_of(service, session)
+            path = (await result(service, await service.training.save_weights_for_sampler(model, 1, path="a")))["path"]
+            create = service.sampling.create_session
+            named = (await create(session, 0, model_path=path))["sampling_session_id"]
+            base = (await create(session, 1, base_model=MODEL))["sampling_session_id"]
+            for sampler in (named, base):
+                await result(service, await service.sampling.asample(sample_body(sampler, 0)))
+            first.crash()
+            await until(lambda: not service.health()[0])
+            asked = [await service.sampling.asample(sample_body(sampler, 1)) for sampler in (named, base)]
+            with FakeEngine(address) as second:
+                for promise in asked:
+                    assert len((await result(service, promise)).completions) == 1
+                kinds = [type(operation) for _, operation in second.ran]
+                assert kinds.count(p.OpenSampler) == kinds.count(p.Sample) == 2
+
+    run(test())
+
+
 def test_what_is_asked_before_the_engine_is_there_waits_for_it(tmp_path):
     async def test():
         engine = FakeEngine(socket_path(), start_seconds=0.5).start()

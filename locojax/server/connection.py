@@ -28,6 +28,7 @@ from locojax.hosts.protocol import (
     FromEngine,
     Operation,
     Progress,
+    Sample,
     Submit,
     Tokens,
 )
@@ -161,6 +162,9 @@ class EngineLink:
             self.incarnation = info.incarnation
             self.num_starts += 1
             lost, self._inflight = list(self._inflight.items()), {}
+            # Samples that wait to be sent count, too: the samplers they name were open in the engine that is gone.
+            lost += [(id, operation) for id, operation in self._waiting.items() if isinstance(operation, Sample)]
+            self._waiting = {id: one for id, one in self._waiting.items() if not isinstance(one, Sample)}
             self._unconfirmed = set()
             self._listener.engine_started(info, lost)
         else:
