@@ -17,6 +17,7 @@ from typing import Protocol
 from locojax.errors import DeadlineError, HostError, LocoError
 
 BEAT_SECONDS = 1.0
+SIGN_SECONDS = 1.0  # longest wait for a sign that is being put
 SIGNS = "signs"  # the folder of the board
 
 
@@ -211,12 +212,17 @@ class Watchdog:
         self._say(ended)
 
     def _say(self, ended: str | None = None) -> None:
-        with self._saying:
+        # One at a time, or a beat that is under way overwrites the last sign; one that hangs isn't waited for longer.
+        held = self._saying.acquire(timeout=SIGN_SECONDS)
+        try:
             if ended is None and self._stopping.is_set():
-                return  # a beat that was under way would overwrite the last sign
+                return
             self._num_beats += 1
             sign = Sign(self._num_beats, self._num_meetings, self._phase, ended)
             self._board.put(f"{SIGNS}/{self._watch.rank}", sign.encode())
+        finally:
+            if held:
+                self._saying.release()
 
     def _beat(self) -> None:
         while not self._stopping.wait(self._beat_seconds):
