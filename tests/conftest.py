@@ -21,13 +21,8 @@ NUM_CPU_DEVICES = 4
 CHECKED_ROOMS = ("locojax.models", "locojax.rollout", "locojax.training")
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Most of the suite's time is LLVM's, on programs that run for a millisecond: it is asked for less.
 os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        f"--xla_force_host_platform_device_count={NUM_CPU_DEVICES}",
-        "--xla_backend_optimization_level=0",
-    ]
+    [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={NUM_CPU_DEVICES}"]
 ).strip()
 jaxtyping.install_import_hook(CHECKED_ROOMS, "beartype.beartype")
 
