@@ -42,8 +42,8 @@ test: $(VENV)/.ready-to-test
 	@$(PYTEST) --durations=10
 
 # What an older Python and its jax could break first: models, engine, trainer, the loop.
-CORE = golden decoder logprobs losses weights* tokenizer packing trainer trainer_steps executables rollout_engine \
-  rollout_sampling colocated config cli imports serving_loop wire_requests service
+CORE = golden decoder logprobs losses weights* tokenizer packing trainer executables rollout_engine \
+  colocated config cli imports serving_loop wire_requests service
 test-core: $(VENV)/.ready-to-test
 	@$(PYTEST) --durations=5 -m "not extended" $(wildcard $(CORE:%=tests/test_%.py))
 
