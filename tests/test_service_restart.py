@@ -79,16 +79,21 @@ def test_an_engine_that_dies_takes_its_models_and_says_so(tmp_path):
     run(test())
 
 
+async def named_sampler(service, session: str) -> str:
+    """A sampling session of a saved checkpoint, which has sampled once."""
+    model = await model_of(service, session)
+    path = (await result(service, await service.training.save_weights_for_sampler(model, 1, path="a")))["path"]
+    sampler = (await service.sampling.create_session(session, 0, model_path=path))["sampling_session_id"]
+    await result(service, await service.sampling.asample(sample_body(sampler, 0)))
+    return sampler
+
+
 def test_named_samplers_open_again_after_the_engine_died(tmp_path):
     async def test():
         address = socket_path()
         first = FakeEngine(address).start()
         async with serving(tmp_path, first) as (service, _):
-            session = await session_of(service)
-            model = await model_of(service, session)
-            path = (await result(service, await service.training.save_weights_for_sampler(model, 1, path="a")))["path"]
-            sampler = (await service.sampling.create_session(session, 0, model_path=path))["sampling_session_id"]
-            await result(service, await service.sampling.asample(sample_body(sampler, 0)))
+            sampler = await named_sampler(service, await session_of(service))
             first.crash()
             # Asked while there is no engine: it waits, and says for what.
             promise = await service.sampling.asample(sample_body(sampler, 1))
@@ -106,13 +111,9 @@ def test_samples_asked_between_two_engines_find_their_samplers_open(tmp_path):
         first = FakeEngine(address).start()
         async with serving(tmp_path, first) as (service, _):
             session = await session_of(service)
-            model = await model_of(service, session)
-            path = (await result(service, await service.training.save_weights_for_sampler(model, 1, path="a")))["path"]
-            create = service.sampling.create_session
-            named = (await create(session, 0, model_path=path))["sampling_session_id"]
-            base = (await create(session, 1, base_model=MODEL))["sampling_session_id"]
-            for sampler in (named, base):
-                await result(service, await service.sampling.asample(sample_body(sampler, 0)))
+            named = await named_sampler(service, session)
+            base = (await service.sampling.create_session(session, 1, base_model=MODEL))["sampling_session_id"]
+            await result(service, await service.sampling.asample(sample_body(base, 0)))
             first.crash()
             await until(lambda: not service.health()[0])
             asked = [await service.sampling.asample(sample_body(sampler, 1)) for sampler in (named, base)]
