@@ -58,6 +58,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "local without O3": ("hosts.balance=false",),
     "local without O4": ("hosts.publish_at_once=false",),
 }
+SWITCHED = {
+    "local without O1": "record", "local without O2": "gc_seconds", "local without O3": "wait",
+    "local without O4": "publish",
+}  # fmt: skip
+"""Where each optimization works: a phase of the step's account, or an item of the step's record. Whole steps of several
+launches differ by more than one optimization brings here."""
 ITERATIONS = {"local": 16, "single": 1}  # decode iterations of one call
 AT = 16  # hosts that the projection is for
 
@@ -92,13 +98,27 @@ class Workload:
         return self.folder / name
 
 
-def phase_ms(folders: Sequence[pathlib.Path], phase: str, file: str = "metrics.jsonl") -> float:
-    """Median milliseconds a step that one host's account names `phase`, over the second half of each launch's steps."""
+def turns(cases: Sequence[str], number: int) -> list[str]:
+    """The cases in the order of a round: each has other neighbours and another place in each, so that all see the same
+    machine. Example: turns("abc", 1) == ["c", "b", "a"]"""
+    first = number // 2 % len(cases)
+    order = [*cases[first:], *cases[:first]]
+    return order[::-1] if number % 2 else order
+
+
+def phases_ms(folders: Sequence[pathlib.Path], name: str) -> list[float]:
+    """Milliseconds that the first host's record of a step has under `name`, over the second half of each launch."""
     found = []
     for folder in folders:
-        steps = [json.loads(line) for line in (folder / file).read_text().splitlines()]
-        found += [1e3 * step["account"]["seconds"].get(phase, 0.0) for step in steps[len(steps) // 2 :]]
-    return statistics.median(found)
+        steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for step in steps[len(steps) // 2 :]:
+            found.append(1e3 * step["extra"].get(name, step["account"]["seconds"].get(name, 0.0)))
+    return found
+
+
+def phase_ms(folders: Sequence[pathlib.Path], phase: str) -> float:
+    """The median of `phases_ms`."""
+    return statistics.median(phases_ms(folders, phase))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +240,11 @@ def report(num_hosts: int, runs: dict[str, list[pathlib.Path]], found: Primitive
             "per_token": [round(x, 3) for x in dataclasses.astuple(token)],
             "verdict": comparison.verdict,
         }
+        if case in SWITCHED:
+            name = SWITCHED[case]  # on average: garbage is not collected in every step
+            on, off = (statistics.mean(phases_ms(runs, name)) for runs in (local, folders))
+            print(f"{case.removeprefix('local ')}: {name} {off:.2f} ms a step; with it {on:.2f} ms")
+            shown[case]["ms_a_step"] = {name: [round(on, 3), round(off, 3)]}
         if case == "single":
             times = [compare_report.times_of(side)["milliseconds_per_token"] for side in (comparison.a, comparison.b)]
             shown["tokens_per_second"] = [round(1e3 / time, 1) for time in times]
@@ -252,7 +277,7 @@ def main() -> None:
             cases = [case for case in CASES if all_modes or case in ITERATIONS]
             runs: dict[str, list[pathlib.Path]] = {case: [] for case in cases}
             for number in range(args.launches):
-                for case in cases:  # in turns, so that all see the same machine
+                for case in turns(cases, number):
                     runs[case].append(workload.run(case, num_hosts, number))
                     print(f"{num_hosts} hosts, launch {number + 1} of {args.launches}: {case}", flush=True)
             found = primitives(workload.folder, num_hosts)

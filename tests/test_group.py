@@ -282,6 +282,23 @@ def test_hosts_started_with_different_settings_are_told_which():
     stop(groups)
 
 
+def test_hosts_whose_reward_files_differ_are_told_so(tmp_path):
+    groups = hosts(2)
+    for rank in range(2):
+        (tmp_path / f"{rank}.py").write_text(f"def score(prompt, completion, answer, meta):\n    return {rank}\n")
+
+    def start(group: Group) -> str:
+        with pytest.raises(ConfigError) as caught:
+            check_same_settings(load(None, [f"data.reward={tmp_path / str(group.rank)}.py:score"]), group)
+        return str(caught.value)
+
+    told = each(groups, start)
+    assert told[0].startswith(
+        "Hosts 0 and 1 were started with different settings: data.reward, data.reward's text. Start every host"
+    )
+    stop(groups)
+
+
 def test_hosts_that_say_different_amounts():
     groups = hosts(2)
     with pytest.raises(HostError, match=r"same number of things in phase 'rows'. Got: host 0: 1, host 1: 2"):

@@ -291,6 +291,21 @@ def test_a_later_start_voids_what_it_trains_again():
     assert len(lives({0: ledger})) == 2
 
 
+def test_what_the_reward_s_file_holds_decides(tmp_path, monkeypatch):
+    reward = tmp_path / "grading_of_a_test.py"
+    text = "def score(prompt, completion, answer, meta):\n    return 1.0\n"
+    monkeypatch.syspath_prepend(tmp_path)
+    for spec in (f"{reward}:score", "grading_of_a_test:score"):
+        reward.write_text(text)
+        before = deciding(load(None, [f"data.reward={spec}"]))
+        assert before == deciding(load(None, [f"data.reward={spec}"]))
+        reward.write_text(text.replace("1.0", "0.5"))
+        after = deciding(load(None, [f"data.reward={spec}"]))
+        assert [key for key in before if before[key] != after[key]] == ["data.reward's text"]
+    assert deciding(load(None, ["data.reward=nowhere.py:score"]))["data.reward's text"] == ""
+    assert deciding(load(None, ["data.reward=no_such_module:score"]))["data.reward's text"] == ""
+
+
 def test_settings_that_decide_and_settings_that_are_free():
     base = load(None, [])
     free = load(None, ["run.keep_last=9", "hosts.balance=false", "grading.num_workers=2", "run.num_steps=99"])

@@ -326,6 +326,25 @@ def test_ragged_waves_compile_nothing_after_a_warm_up(settings):
     assert made.stats().num_compilations == compiled
 
 
+@LAYOUTS
+def test_samples_that_wait_for_slots_compile_nothing_after_a_warm_up(settings):
+    """Groups end in pieces, so that at any time another number of prompts is open, and one or some more begin."""
+    made = engine(dataclasses.replace(settings, max_slots=8, max_prefill_tokens=512), share=False)
+    longest = prompts(8, shortest=32, longest=32, seed=99)
+    assert made.warm_up([request(f"w{i}", p, 4, max_tokens=60) for i, p in enumerate(longest)]) > 0
+    compiled, lengths = made.stats().num_compilations, set()
+    for step in range(5):
+        asked = prompts(8, shortest=9, longest=32, seed=step)
+        results = made.generate([
+            request(f"{step}/{i}", p, 4, max_tokens=60, stop=tuple(range(4)), seed=100 * step + i)
+            for i, p in enumerate(asked)
+        ])  # fmt: skip
+        lengths |= {len(completion.tokens) for result in results for completion in result.completions}
+        made.load(weights(), version=step + 1)
+    assert len(lengths) > 10, "the lengths are not ragged"
+    assert made.stats().num_compilations == compiled
+
+
 def test_a_wave_compiles_the_same_whatever_came_before():
     made = engine(share=False)
     small = [request("a", (4, 5), max_tokens=60, stop=())]

@@ -70,6 +70,26 @@ def test_steps_are_kept_apart_and_time_between_them_is_nobodys():
     ]
 
 
+def test_what_a_step_leaves_to_be_done_is_in_the_next_one_s_account():
+    clock = Clock()
+    timeline = Timeline(clock)
+    for index in range(3):
+        with timeline.step(index), timeline.phase("train"):
+            clock.pass_(1.0)
+        clock.pass_(8.0)
+        for _ in range(2 - index):
+            with timeline.after_step("record"):
+                clock.pass_(0.25)
+    assert [(a.wall, dict(a.seconds), a.unaccounted) for a in timeline.accounts] == [
+        (1.0, {"train": 1.0}, 0.0),
+        (1.5, {"train": 1.0, "record": 0.5}, 0.0),
+        (1.25, {"train": 1.0, "record": 0.25}, 0.0),
+    ]
+    with timeline.step(3), pytest.raises(RuntimeError, match="'record' comes after a step, and one is open"):
+        with timeline.after_step("record"):
+            pass
+
+
 def test_an_error_closes_what_is_open():
     clock = Clock()
     timeline = Timeline(clock)

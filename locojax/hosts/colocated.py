@@ -286,8 +286,10 @@ class Loop:
             with self._timer.phase("collect"):
                 collector.collect()
         met = {"num_meetings": meetings} if self._group.size > 1 else {}
+        collected = {"gc_seconds": collector.seconds_since_asked()}
         overlapped = {} if pipeline is None else {"overlapped_seconds": pipeline.seconds}
-        self._record(agreed, report, trained, accuracy, {**overlapped, **met, **self._memory.peaks()})
+        with self._timer.after_step("record"):
+            self._record(agreed, report, trained, accuracy, {**overlapped, **met, **collected, **self._memory.peaks()})
         if stopped is not None:
             raise stopped
         if self.position.next_step == 1 or not collector.is_frozen:  # after the training programs' first use

@@ -293,5 +293,10 @@ class Announcing:
         with self._group.doing(name), self._timer.phase(name):
             yield
 
+    @contextlib.contextmanager
+    def after_step(self, name: Phase) -> Iterator[None]:
+        with self._group.doing(name), self._timer.after_step(name):
+            yield
+
     def last(self) -> StepAccount:
         return self._timer.last()

@@ -12,6 +12,7 @@ from locojax.errors import CheckpointError
 from locojax.hosts.journal import ledgers
 from locojax.hosts.journal_files import Folder, NoFolder, open_folder
 from locojax.hosts.journal_records import Evaluated, Record, Started, Trained
+from locojax.rl.rewards import source_digest
 
 _FREE = (
     "run.dir", "run.name", "run.cache_", "run.journal", "run.grace_seconds", "run.pipelined", "run.eval_",
@@ -20,6 +21,9 @@ _FREE = (
     "rollout.decode_iterations", "training.rows", "training.row_tokens", "training.remat", "training.mesh_",
 )  # fmt: skip
 """Settings that change neither what is sampled nor what is learnt from it: a resumed run may have others."""
+
+REWARD_TEXT = "data.reward's text"
+"""Named as a setting where it is another one than before, or than another host's."""
 
 
 def journal_folder(config: Config) -> Folder:
@@ -33,11 +37,12 @@ def journal_folder(config: Config) -> Folder:
 
 
 def deciding(config: Config) -> dict[str, str]:
-    """The resolved settings that decide what is sampled and learnt, in words."""
+    """The resolved settings that decide what is sampled and learnt, in words, and what the reward's file holds."""
     free = list(_FREE)
     if config.optimizer.schedule == "constant" and config.run.passes == 1:
         free.append("run.num_steps")  # else the learning rate, or the batches, follow from it
     values = {leaf.key: str(settings.get(config, leaf.key)) for leaf in settings.leaves(Config)}
+    values[REWARD_TEXT] = source_digest(config.data.reward)
     return {key: value for key, value in values.items() if not key.startswith(tuple(free))}
 
 

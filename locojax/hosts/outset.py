@@ -15,9 +15,18 @@ from locojax.hosts.group import Group
 from locojax.hosts.journal import Journal, discard_rollouts, ledgers, torn_tail
 from locojax.hosts.journal_files import Folder
 from locojax.hosts.journal_records import Started
-from locojax.hosts.journal_resume import Resumption, check_new, deciding, has_begun, journal_folder, resumption
+from locojax.hosts.journal_resume import (
+    REWARD_TEXT,
+    Resumption,
+    check_new,
+    deciding,
+    has_begun,
+    journal_folder,
+    resumption,
+)
 from locojax.hosts.shared_checkpoints import SharedCheckpoints
 from locojax.rl.batches import BatchOrder
+from locojax.rl.rewards import source_digest
 
 _MAY_DIFFER = ("run.dir", "run.cache_", "run.journal")
 """Settings that may be a host's own."""
@@ -28,6 +37,7 @@ def check_same_settings(config: Config, group: Group) -> None:
     if group.size == 1:
         return
     lines = [f"{leaf.key}={settings.get(config, leaf.key)}" for leaf in settings.leaves(Config)]
+    lines.append(f"{REWARD_TEXT}={source_digest(config.data.reward)}")
     mine = [line for line in lines if not line.startswith(_MAY_DIFFER)]
     digests = [hashlib.blake2b(line.encode(), digest_size=6).hexdigest() for line in mine]
     said = [text.split() for text in group.exchange("start", " ".join(digests))]

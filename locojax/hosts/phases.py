@@ -22,6 +22,7 @@ Phase = Literal[
     "checkpoint",
     "collect",  # Python's garbage
     "wait",  # for another host
+    "record",  # what the step before has left to write: metrics, samples, curves
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
@@ -51,6 +52,9 @@ class StepTimer(Protocol):
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """A part of the step."""
+
+    def after_step(self, name: Phase) -> AbstractContextManager[None]:
+        """What a step leaves to be done once its account is closed; the next step's account has it."""
 
     def last(self) -> StepAccount:
         """The account of the step that ended last."""

@@ -21,7 +21,7 @@ from locojax.hosts.phases import PHASES
 _COLOURS = dict(
     zip(
         PHASES,
-        "#999999 #56B4E9 #0072B2 #F0E442 #CC79A7 #D55E00 #009E73 #E69F00 #8B6BB1 #A6761D #444444".split(),
+        "#999999 #56B4E9 #0072B2 #F0E442 #CC79A7 #D55E00 #009E73 #E69F00 #8B6BB1 #A6761D #444444 #B8D8BA".split(),
         strict=True,
     )
 )

@@ -31,6 +31,7 @@ class Timeline:
         self._open: list[Phase] = []
         self._since = 0.0  # when the innermost open phase, or the gap between two, began to run
         self._seconds: dict[Phase, float] = {}
+        self._left_over: dict[Phase, float] = {}  # by the last step, for the next one's account
         self._in_step = False
         self.accounts: list[StepAccount] = []
 
@@ -44,8 +45,8 @@ class Timeline:
         self._check_thread()
         if self._in_step or self._open:
             raise RuntimeError(f"step {index} begins inside a step or phase {self._open}: steps don't nest")
-        self._in_step, self._seconds = True, {}
-        start = self._clock()
+        self._in_step, self._seconds, self._left_over = True, self._left_over, {}
+        start = self._clock() - sum(self._seconds.values())
         try:
             yield
         finally:
@@ -69,6 +70,22 @@ class Timeline:
         finally:
             self._turn()
             self._open.pop()
+
+    @contextlib.contextmanager
+    def after_step(self, name: Phase) -> Iterator[None]:
+        """Times, between two steps, what the first one has left to do: the second one's account has it.
+
+        Raises:
+          RuntimeError: a step is open.
+        """
+        self._check_thread()
+        if self._in_step:
+            raise RuntimeError(f"phase {name!r} comes after a step, and one is open")
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._left_over[name] = self._left_over.get(name, 0.0) + self._clock() - start
 
     def last(self) -> StepAccount:
         """The account of the step that ended last. Raises RuntimeError if none has."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -184,6 +185,24 @@ def load_reward(spec: str) -> RewardFunction:
         raise GradingError(f"The reward '{spec}' names no function: there is no '{name}' in {place}")
     _check_signature(spec, function)
     return function
+
+
+def source_digest(spec: str) -> str:
+    """Of the file that holds a user's reward, in hex: other text may grade otherwise. "" for a built-in reward, and
+    where there is no such file (which `load_reward` tells of). What the file imports is not looked at."""
+    place = spec.rpartition(":")[0]
+    if not place:
+        return ""
+    origin: str | None = place
+    if not place.endswith(".py"):
+        try:
+            found = importlib.util.find_spec(place)
+        except (ImportError, ValueError):
+            return ""
+        origin = found.origin if found is not None else None
+    if origin is None or not Path(origin).is_file():
+        return ""
+    return hashlib.blake2b(Path(origin).read_bytes(), digest_size=8).hexdigest()
 
 
 def _require_math_verify() -> None:

@@ -32,7 +32,7 @@ from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Queue, Schedule
 from locojax.rollout.settings import PLAIN_ROWS, EngineSettings, memory_and_layout, scheduler_of
 from locojax.rollout.stats import EngineStats, TokenEvent
-from locojax.rollout.warmup import PINNED_STOPS, ShapesOnly, prepare_server, stagger
+from locojax.rollout.warmup import PINNED_STOPS, ShapesOnly, expected, prepare_server, prepare_waves, stagger
 from locojax.types import SampleRequest, SampleResult
 
 Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]
@@ -269,13 +269,16 @@ class Engine:
         if self._layout.pins_shapes:
             return self.warm_up_server()
         before = self.compiler.num_compilations
-        longest = max([longest_prompt, *(len(request.prompt) for request in requests)])
-        self._memory.expect_prompts(longest)
+        work = expected(requests, [*map(self.validate, requests)], longest_prompt, self.settings.max_slots)
+        self._memory.expect(work)
         for staggered in (False, True):
             dry = Engine(self.spec, self.settings, self._tokens, compiler=ShapesOnly(self.compiler))
             dry._policy = self._policy
-            dry._memory.expect_prompts(longest)
+            dry._memory.expect(work)
             dry.rehearse(requests, staggered=staggered)
+        if work.num_prompts:
+            ours = self.compiler, self.spec, self.settings, self._layout, self._policy.loaded, self._prefiller
+            prepare_waves(*ours, work.prompt_tokens)
         self.compiler.wait()
         used = {key[1] for name in ("decode", "prefill") for key in self.compiler.keys(name)}
         self._layout.warm_moves(self.spec, used, self.settings.dtype)
@@ -310,8 +313,8 @@ class Engine:
             got = f"layout={self.settings.layout!r}"
             raise ConfigError("An engine can't be warmed up for a server", got=got, expected='layout="rows"')
         before, shapes = self.compiler.num_compilations, self._memory.shapes()
-        loaded, layout = self._policy.loaded, self._layout
-        prepare_server(self.compiler, self.spec, self.settings, layout, shapes, loaded, self._prefiller)
+        ours = self.compiler, self.spec, self.settings, self._layout, shapes, self._policy.loaded
+        prepare_server(*ours, self._prefiller)
         return self.compiler.num_compilations - before
 
     def forget_prompts(self) -> None:

@@ -42,6 +42,7 @@ from locojax.rollout.prefilling import Loaded
 from locojax.rollout.request import Sample, TokenBytes
 from locojax.rollout.scheduler import NewPrompt, Schedule
 from locojax.rollout.settings import EngineSettings, row_sizes, scheduler_of
+from locojax.rollout.warmup import expected
 from locojax.types import SampleRequest
 
 Order = Callable[..., AbstractContextManager[None]]
@@ -218,15 +219,16 @@ class LockstepEngine(Engine):
             raise RequestError("The engine has no weights", remedy="Call load first")
         assert isinstance(self._lanes, Lockstep), "a rehearsal isn't warmed up"
         before = len(self._lanes.keys())
-        longest = max([longest_prompt, *(len(request.prompt) for request in requests)])
+        limits = [*map(self.validate, requests)]
+        work = expected(requests, limits, longest_prompt, self.settings.max_slots, len(self._memories))
         for memory in self._memories:
-            memory.expect_prompts(longest)
+            memory.expect(work)
         for staggered in (False, True):
             rehearsal = Rehearsal(self._lanes)
             dry = LockstepEngine(self.spec, self.settings, self._tokens, rehearsal, len(self._memories))
             dry._policy = self._policy
             for memory in dry._memories:
-                memory.expect_prompts(longest)
+                memory.expect(work)
             dry.rehearse(requests, staggered=staggered)
             self._lanes.warm_moves(rehearsal.shapes)
         return len(self._lanes.keys()) - before

@@ -171,6 +171,21 @@ class Moves:
         return first, Moves(page_copies=self.page_copies, row_copies=self.row_copies)
 
 
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """Work to come.
+
+    Attributes:
+      prompt_tokens: of the longest prompt.
+      num_prompts, own_tokens: where samples wait for slots: prompts that may be open together, and the most tokens that
+        a sample may come to. 0 where all have slots from the beginning.
+    """
+
+    prompt_tokens: int
+    num_prompts: int = 0
+    own_tokens: int = 0
+
+
 @runtime_checkable
 class KvMemory(Protocol):
     """What the scheduler knows of the KV memory. Every method that takes memory takes all of it or raises."""
@@ -181,8 +196,8 @@ class KvMemory(Protocol):
     def open_prompt(self, num_tokens: int) -> PromptBlock:
         """Room for a prompt, held by nobody yet. Raises CapacityError."""
 
-    def expect_prompts(self, num_tokens: int) -> None:
-        """Prompts of up to so many tokens will come: makes shapes that won't have to change for them."""
+    def expect(self, work: Expected) -> None:
+        """Makes shapes that won't have to change for what will come, if there is room for them."""
 
     def close_prompt(self, block: PromptBlock) -> None:
         """Gives a prompt's memory back; its users must be gone."""
@@ -233,6 +248,7 @@ class ContiguousMemory:
         self._entries = 0
         self._prompt_capacity = 0
         self._capacity = 0
+        self._least = Shape()  # of work in waves: they would each find their own way to it, through other programs
 
     def _check(self, entries: int, prompt_capacity: int, num_slots: int, capacity: int) -> None:
         wanted = Shape(entries, prompt_capacity, self.rows.size_for(num_slots) if num_slots else 0, capacity).num_tokens
@@ -245,7 +261,7 @@ class ContiguousMemory:
         index = next(i for i in range(len(self._prompts) + 1) if i not in self._prompts)
         if index >= self.max_entries:
             raise CapacityError("The KV memory is full", got=f"{index} stored prompts")
-        entries = max(self._entries, power_of_two(index + 1))
+        entries = max(self._entries, self._least.entries, power_of_two(index + 1))
         if not self._prompts:
             self._choose_prompt_capacity(num_tokens)
         capacity = max(self._prompt_capacity, power_of_two(num_tokens), self.MIN_CAPACITY)
@@ -254,8 +270,16 @@ class ContiguousMemory:
         self._prompts[index] = PromptBlock(num_tokens, index, [])
         return self._prompts[index]
 
-    def expect_prompts(self, num_tokens: int) -> None:
-        self._prompt_capacity = max(self._prompt_capacity, power_of_two(num_tokens), self.MIN_CAPACITY)
+    def expect(self, work: Expected) -> None:
+        self._prompt_capacity = max(self._prompt_capacity, power_of_two(work.prompt_tokens), self.MIN_CAPACITY)
+        if work.num_prompts:
+            entries, capacity = power_of_two(work.num_prompts), max(power_of_two(work.own_tokens), self.MIN_CAPACITY)
+            least = Shape(
+                max(entries, self._least.entries), self._prompt_capacity, self.rows.sizes[-1],
+                max(capacity, self._least.capacity),
+            )  # fmt: skip
+            if least.num_tokens <= self.max_tokens and least.entries <= self.max_entries:
+                self._least = least
 
     def close_prompt(self, block: PromptBlock) -> None:
         if block.users:
@@ -280,7 +304,7 @@ class ContiguousMemory:
         return slot
 
     def extend(self, slot: SlotBlock, num_own: int) -> None:
-        capacity = max(self._capacity, power_of_two(num_own), self.MIN_CAPACITY)
+        capacity = max(self._capacity, self._least.capacity, power_of_two(num_own), self.MIN_CAPACITY)
         self._check(self._entries, self._prompt_capacity, len(self.rows.blocks), capacity)
         self._capacity = capacity
         slot.capacity = max(slot.capacity, num_own)
@@ -338,7 +362,7 @@ class PagedPrompts:
         self._prompts[index] = PromptBlock(num_tokens, index, self.pool.allocate(self.num_pages(num_tokens)))
         return self._prompts[index]
 
-    def expect_prompts(self, num_tokens: int) -> None:
+    def expect(self, work: Expected) -> None:
         """Pages are of one size, and shapes depend on no prompt, whatever comes."""
 
     def close_prompt(self, block: PromptBlock) -> None:

@@ -15,7 +15,7 @@ from locojax.models.lora import Adapters
 from locojax.rollout import programs, sampling
 from locojax.rollout.layouts import Cache, Destination, Layout
 from locojax.rollout.pages import PromptBlock, Shape, power_of_two
-from locojax.rollout.prefill import batches, common_header, pack, pack_pinned, pinned_rows
+from locojax.rollout.prefill import MAX_WASTE, batches, common_header, pack, pack_pinned, pinned_rows
 from locojax.rollout.scheduler import NewPrompt
 from locojax.types import MASKED_LOGPROB, SampleRequest
 
@@ -132,10 +132,11 @@ class Prefiller:
             like: tuple[Any, ...] = (loaded.signature,)
             packed = pack_pinned(tokens, self._budget, self._max_prompts)
         else:
-            P = self._layout.prompt_capacity(max(map(len, tokens)), shape)
+            least, made = self._layout.prompt_capacity(max(map(len, tokens)), shape), self._compiler.keys("prefill")
+            enough = (key[2] for key in made if key[:2] == (loaded.signature, shape) and key[2] >= least)
+            P = min((size for size in enough if size <= MAX_WASTE * least), default=least)
             like = (loaded.signature, shape, P)
-            known = [key[-1] for key in self._compiler.keys("prefill") if key[:-1] == like]
-            packed = pack(tokens, known)
+            packed = pack(tokens, [key[-1] for key in made if key[:-1] == like])
         source, last, to = self._layout.place([p.block for p in prompts], packed, P)
         adapter = np.full(packed.shape.rows, prompts[0].adapter, np.int32)
         part, hidden = self._compiler.call(
@@ -150,6 +151,19 @@ class Prefiller:
             states[where] if want and states is not None else None
             for want, where in zip(wanted, packed.source, strict=True)
         ]
+
+    def prepare_alone(self, loaded: Loaded, cache: Cache, shape: Shape, num_tokens: int, page_size: int) -> Program:
+        """Compiles what one prompt of this length takes that comes when a slot gets free, where shapes aren't pinned:
+        else it would go through the program of a whole batch. `cache`, of this shape, may be abstract."""
+        P = self._layout.prompt_capacity(num_tokens, shape)
+        packed = pack([(0,) * num_tokens])
+        block = PromptBlock(num_tokens, 0, [0] * -(-num_tokens // page_size))
+        source, last, to = self._layout.place([block], packed, P)
+        return self._compiler.prepare(
+            "prefill", (loaded.signature, shape, P, packed.shape), loaded.weights, loaded.adapters,
+            self._layout.prefill_part(cache), (packed.tokens, packed.positions, packed.until), source, last, to,
+            np.zeros(packed.shape.rows, np.int32),
+        )  # fmt: skip
 
     def prepare(self, loaded: Loaded, cache: Cache, page_size: int) -> list[Program]:
         """Compiles what prompts of any length and number up to the budget will need, where shapes are pinned, and the

@@ -14,10 +14,11 @@ from locojax.models.spec import ModelSpec
 from locojax.rollout import stacks
 from locojax.rollout.batch import decode_rows
 from locojax.rollout.layouts import Cache, Layout
-from locojax.rollout.pages import Shape
+from locojax.rollout.pages import Expected, Shape
 from locojax.rollout.prefilling import Loaded, Prefiller
 from locojax.rollout.programs import Compiler, DecodeRows
 from locojax.rollout.settings import PLAIN_ROWS, EngineSettings
+from locojax.types import SampleRequest
 
 PINNED_STOPS = 16
 """Room for stop ids where shapes are fixed beforehand."""
@@ -26,7 +27,7 @@ PINNED_STOPS = 16
 class ShapesOnly(Compiler):
     """Compiles what it is asked to run, in another compiler, and returns shapes in place of arrays.
 
-    A decode program is taken to sample token 0 for as many iterations as it may run.
+    A decode program is taken to sample token 0 until it would return.
     """
 
     def __init__(self, real: Compiler):
@@ -44,20 +45,59 @@ class ShapesOnly(Compiler):
         if name != "decode":
             return outputs
         rows: DecodeRows = args[3]
-        num_iterations = int(args[4])
+        left = (rows.remaining - rows.fresh) * rows.alive
+        num_iterations = 0
+        while num_iterations < int(args[4]) and np.sum(left > num_iterations) > int(args[5]):
+            num_iterations += 1
         gained = np.minimum(num_iterations + rows.fresh.astype(np.int32), rows.remaining) * rows.alive
         cache, drawn, _, _ = outputs
         nothing = jax.tree.map(lambda out: np.zeros(out.shape, out.dtype), drawn)
         return cache, nothing, gained, np.asarray(num_iterations, np.int32)
 
 
+def expected(
+    requests: Sequence[SampleRequest],
+    max_tokens: Sequence[int],
+    longest_prompt: int,
+    num_slots: int,
+    num_hosts: int = 1,
+) -> Expected:
+    """What requests like these, arriving together, will ask of each host's memory. max_tokens: of a sample of each."""
+    longest = max([longest_prompt, *(len(request.prompt) for request in requests)])
+    if sum(request.num_samples for request in requests) <= num_slots * num_hosts:
+        return Expected(longest)
+    num_prompts = min(-(-len(requests) // num_hosts), num_slots)
+    return Expected(longest, num_prompts, max(max_tokens))
+
+
 def stagger(max_tokens: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Lengths under which a batch of samples passes through every smaller number of rows: the first runs to its end,
-    those that only a larger size holds stop at once, the largest size's first."""
+    """Lengths under which a batch of samples passes through every smaller number of rows: the last one, before which
+    all others have had slots, runs to its end; those that only a larger size holds stop at once, the largest size's
+    first."""
     ends = sorted(sizes, reverse=True)
-    return [
-        most if n == 0 else min(most, 1 + sum(n < size for size in ends[1:])) for n, most in enumerate(max_tokens)
+    lengths = [
+        most if n == 0 else min(most, 1 + sum(n < size for size in ends[1:]))
+        for n, most in enumerate(reversed(max_tokens))
     ]
+    return lengths[::-1]
+
+
+def prepare_waves(
+    compiler: Compiler,
+    spec: ModelSpec,
+    settings: EngineSettings,
+    layout: Layout,
+    loaded: Loaded,
+    prefiller: Prefiller,
+    num_tokens: int,
+) -> None:
+    """Compiles what a prompt takes that comes when a slot gets free, in each shape in which all slots are taken."""
+    shapes = {key[1] for key in compiler.keys("decode")}
+    most = max(shape.rows for shape in shapes)
+    for shape in shapes:
+        if shape.rows == most and num_tokens <= settings.max_prefill_tokens:
+            cache = jax.eval_shape(partial(layout.new_cache, spec, shape, settings.dtype))
+            prefiller.prepare_alone(loaded, cache, shape, num_tokens, settings.page_size)
 
 
 def prepare_server(
