@@ -326,7 +326,8 @@ def test_ragged_waves_compile_nothing_after_a_warm_up(settings):
     assert made.stats().num_compilations == compiled
 
 
-@LAYOUTS
+@pytest.mark.extended
+@pytest.mark.parametrize("settings", [SMALL, PAGED], ids=["contiguous", "paged"])
 def test_samples_that_wait_for_slots_compile_nothing_after_a_warm_up(settings):
     """Groups end in pieces, so that at any time another number of prompts is open, and one or some more begin."""
     made = engine(dataclasses.replace(settings, max_slots=8, max_prefill_tokens=512), share=False)
