@@ -8,6 +8,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from real_runs import leaves
 from tiny import write_tiny_model
 
 from locojax.config import Config, load
@@ -69,13 +70,8 @@ def weights(config: Config) -> dict[str, np.ndarray]:
     checkpoints = Checkpoints(pathlib.Path(config.run.dir) / config.run.name / colocated.CHECKPOINTS, config)
     state = checkpoints.restore_as_saved()
     checkpoints.close()
-    return {str(i): np.asarray(leaf) for i, leaf in enumerate(_leaves(state["trainable"]))}
+    return {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves(state["trainable"]))}
 
-
-def _leaves(tree):
-    if isinstance(tree, dict):
-        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
-    return [tree]
 
 
 def test_a_run_leaves_what_it_promises(config):

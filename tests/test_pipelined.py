@@ -7,6 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from real_runs import leaves
 from tiny import write_tiny_model
 
 from locojax.config import Config, load
@@ -67,13 +68,8 @@ def weights(made: Config) -> list[np.ndarray]:
     checkpoints = Checkpoints(pathlib.Path(made.run.dir) / made.run.name / colocated.CHECKPOINTS, made, read_only=True)
     state = checkpoints.restore_as_saved()
     checkpoints.close()
-    return _leaves(state)
+    return leaves(state)
 
-
-def _leaves(tree) -> list[np.ndarray]:
-    if isinstance(tree, dict):
-        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
-    return [np.asarray(tree)]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import threading
 
 import numpy as np
 import pytest
+from real_runs import leaves
 from tiny import write_tiny_model
 
 from locojax.cli_doctor import examine
@@ -78,7 +79,7 @@ class Runs:
         checkpoints = Checkpoints(self.folder / name / colocated.CHECKPOINTS, self.config(name), read_only=True)
         state = checkpoints.restore_as_saved()
         checkpoints.close()
-        return _leaves(state)
+        return leaves(state)
 
     def check(self, name: str) -> None:
         """It ended as the run that nothing happened to."""
@@ -87,11 +88,6 @@ class Runs:
         for ours, theirs in zip(self.weights("whole"), self.weights(name), strict=True):
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-7)
 
-
-def _leaves(tree) -> list[np.ndarray]:
-    if isinstance(tree, dict):
-        return [leaf for key in sorted(tree) for leaf in _leaves(tree[key])]
-    return [np.asarray(tree)]
 
 
 @pytest.fixture(scope="module")
