@@ -241,8 +241,9 @@ def report(num_hosts: int, runs: dict[str, list[pathlib.Path]], found: Primitive
             "verdict": comparison.verdict,
         }
         if case in SWITCHED:
-            name = SWITCHED[case]  # on average: garbage is not collected in every step
-            on, off = (statistics.mean(phases_ms(runs, name)) for runs in (local, folders))
+            name = SWITCHED[case]
+            middle = statistics.mean if name == "gc_seconds" else statistics.median  # garbage: not in every step
+            on, off = (middle(phases_ms(runs, name)) for runs in (local, folders))
             print(f"{case.removeprefix('local ')}: {name} {off:.2f} ms a step; with it {on:.2f} ms")
             shown[case]["ms_a_step"] = {name: [round(on, 3), round(off, 3)]}
         if case == "single":

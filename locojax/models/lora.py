@@ -179,9 +179,9 @@ def add_deltas(
         return [out + part.astype(out.dtype) for out, part in zip(outs, more, strict=True)]
     ids, count = adapters.present
 
-    def apply(i: Array, outs: list[Array]) -> list[Array]:
+    def apply(i: Array | int, outs: list[Array]) -> list[Array]:
         n = ids[i]
-        mine = (adapters.index == n)[:, None, None]
+        mine = ((adapters.index == n) & (n > 0))[:, None, None]
         a = jnp.concatenate([part["a"][n].astype(x.dtype) for part in parts], axis=-1)
         inner = matmul(x, a) * adapters.scale[n].astype(x.dtype)
         inners = jnp.split(inner, np.cumsum([part["a"].shape[-1] for part in parts])[:-1], axis=-1)
@@ -192,8 +192,9 @@ def add_deltas(
         # Selected, not multiplied by a mask: 0 times one adapter's NaN would reach the others' rows.
         return [jnp.where(mine, new, out) for new, out in zip(added, outs, strict=True)]
 
-    # A row sees products of the same shape whatever its batch mates use, so its bits don't depend on them.
-    return jax.lax.fori_loop(0, count, apply, list(outs))
+    # A row sees products of the same shape whatever its batch mates use, so its bits don't depend on them. The first
+    # adapter stands before the loop, which carries copies of `outs`: mostly there is one, and the loop does nothing.
+    return jax.lax.fori_loop(1, count, apply, apply(0, list(outs)))
 
 
 def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:
