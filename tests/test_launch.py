@@ -134,3 +134,14 @@ def test_garbage_is_collected_between_steps_only():
         collector.freeze()
         collector.collect()
         assert gc.isenabled() and collector.is_frozen
+
+
+def test_what_collections_take_is_counted_whoever_begins_them():
+    import gc
+
+    for active in (True, False):
+        with Collector(active) as collector:
+            gc.collect()
+            taken = collector.seconds_since_asked()
+            assert taken > 0 and collector.seconds_since_asked() < taken
+        assert collector._clock not in gc.callbacks
