@@ -40,15 +40,20 @@ class Slowed(Timeline):
 
     def __init__(self, factor: float):
         super().__init__()
-        self._factor = factor
+        self._factor, self._is_decoding = factor, False
 
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         with super().phase(name):
-            start = time.perf_counter()
-            yield
-            if name == "decode":
-                time.sleep((self._factor - 1) * (time.perf_counter() - start))
+            if name != "decode" or self._is_decoding:
+                yield
+                return
+            start, self._is_decoding = time.perf_counter(), True
+            try:
+                yield
+            finally:
+                self._is_decoding = False
+            time.sleep((self._factor - 1) * (time.perf_counter() - start))
 
 
 def be_host(slow: float, arguments: Sequence[str]) -> None:

@@ -269,7 +269,9 @@ class Loop:
                 trained = self._train(step_index, lesson, updates, agreed, pipeline)
             self._memory.ended("train")
             update = trained.update
-            self._journal.trained(step_index, version, update.policy_version, places, prompts, update.skipped_because)
+            with self._timer.phase("record"):
+                done = update.policy_version, places, prompts, update.skipped_because
+                self._journal.trained(step_index, version, *done)
             self._publish()
             for text in self._memory.grown():
                 self._progress.note(text)
@@ -280,9 +282,10 @@ class Loop:
             if run_config.checkpoint_every and number % run_config.checkpoint_every == 0:
                 with self._timer.phase("checkpoint"):
                     self._begin_to_save()
-            if step_index not in self._log.kept:
-                advantages = [result.values.tolist() for result in lesson.advantages]
-                self._log.samples(step_index, generated.groups, advantages, places)
+            with self._timer.phase("record"):
+                if step_index not in self._log.kept:
+                    advantages = [result.values.tolist() for result in lesson.advantages]
+                    self._log.samples(step_index, generated.groups, advantages, places)
             with self._timer.phase("collect"):
                 collector.collect()
         met = {"num_meetings": meetings} if self._group.size > 1 else {}

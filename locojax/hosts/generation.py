@@ -197,9 +197,10 @@ class Generation:
         try:
             for result in self._sample(batch, grading):
                 seconds = time.perf_counter() - start
-                grading.submit(batch.index_of(result.request_id), result.completions, seconds)
-                num_tokens += sum(len(completion.tokens) for completion in result.completions)
-                show(grading.num_completions, batch.num_completions, num_tokens / seconds)
+                with self.timer.phase("record"):
+                    grading.submit(batch.index_of(result.request_id), result.completions, seconds)
+                    num_tokens += sum(len(completion.tokens) for completion in result.completions)
+                    show(grading.num_completions, batch.num_completions, num_tokens / seconds)
                 self.check()
                 if take is not None:
                     for group in grading.newly_graded():

@@ -13,7 +13,7 @@ from typing import Literal, Protocol, get_args
 Phase = Literal[
     "admit",  # prompts drawn, tokenized and handed to the engine
     "prefill",
-    "decode",
+    "decode",  # the engine's own books too
     "reward",  # waiting for grades that decoding didn't hide, and advantages
     "pack",
     "train",  # forward, backward, optimizer
@@ -22,7 +22,7 @@ Phase = Literal[
     "checkpoint",
     "collect",  # Python's garbage
     "wait",  # for another host
-    "record",  # what the step before has left to write: metrics, samples, curves
+    "record",  # written down and shown: the journal; of the step before, metrics, samples and curves
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

@@ -165,9 +165,11 @@ class HostWorker:
                 self.admit(more(self.engine.num_free_slots), begun)
             if not self.engine.num_unfinished:
                 return
-            results = self.engine.step()
+            with self._timed("decode"):
+                results = self.engine.step()
             if told is not None:
-                told(self.engine.gained())
+                with self._timed("record"):
+                    told(self.engine.gained())
             yield from results
 
     def admit(self, requests: Sequence[SampleRequest], begun: BegunOf) -> None:
