@@ -6,8 +6,8 @@ POINT: `none`; `phase:decode@2`, as the phase is entered in step 2 (from 0) for 
 `after:Trained@2` or `torn:Trained@2`, at the step's first such record in the journal, or in the middle of it, and
 `after:Drawn@2#2` at its second; `seconds:0.7`, so long after the first prompts are drawn. An engine's requests are
 appended to REPORT.RANK, a line each, and a line for each sample that is gone on with. Under several hosts, only host
-CRASH_HOST (0) is killed; host SLOW_HOST, if there is one, sleeps a quarter of a second at each entry of decoding, two to
-a call.
+CRASH_HOST (0) is killed; host SLOW_HOST, if there is one, sleeps a quarter of a second at each entry of decoding, two
+to a call.
 """
 
 from __future__ import annotations
