@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from locojax.errors import CapacityError
 from locojax.rollout.pages import (
     ContiguousMemory,
+    Expected,
     PagedMemory,
     PagePool,
     PromptBlock,
@@ -15,6 +16,20 @@ from locojax.rollout.pages import (
     SlotBlock,
     power_of_two,
 )
+
+
+def test_what_is_expected_is_made_room_for_unless_there_is_none():
+    memory = ContiguousMemory(max_tokens=1000, row_sizes=(1, 8), max_entries=8)
+    memory.expect(Expected(prompt_tokens=32, num_prompts=5, own_tokens=60))
+    memory.extend(memory.open_slot(memory.open_prompt(20)), 1)
+    memory.settle(shrink=False, final_capacity=1)
+    assert memory.shape == Shape(entries=8, prompt_capacity=32, rows=1, capacity=64)
+
+    memory = ContiguousMemory(max_tokens=1000, row_sizes=(1, 8), max_entries=8)
+    memory.expect(Expected(prompt_tokens=32, num_prompts=5, own_tokens=60))
+    memory.extend(memory.open_slot(memory.open_prompt(256)), 1)  # a longer one than was said: 8 of them don't fit
+    memory.settle(shrink=False, final_capacity=1)
+    assert memory.shape == Shape(entries=1, prompt_capacity=256, rows=1, capacity=32)
 
 
 def test_powers_of_two():

@@ -261,10 +261,10 @@ class ContiguousMemory:
         index = next(i for i in range(len(self._prompts) + 1) if i not in self._prompts)
         if index >= self.max_entries:
             raise CapacityError("The KV memory is full", got=f"{index} stored prompts")
-        entries = max(self._entries, self._least.entries, power_of_two(index + 1))
         if not self._prompts:
             self._choose_prompt_capacity(num_tokens)
         capacity = max(self._prompt_capacity, power_of_two(num_tokens), self.MIN_CAPACITY)
+        entries = max(self._entries, self._least_with(capacity).entries, power_of_two(index + 1))
         self._check(entries, capacity, len(self.rows.blocks), self._capacity)
         self._entries, self._prompt_capacity = entries, capacity
         self._prompts[index] = PromptBlock(num_tokens, index, [])
@@ -274,12 +274,15 @@ class ContiguousMemory:
         self._prompt_capacity = max(self._prompt_capacity, power_of_two(work.prompt_tokens), self.MIN_CAPACITY)
         if work.num_prompts:
             entries, capacity = power_of_two(work.num_prompts), max(power_of_two(work.own_tokens), self.MIN_CAPACITY)
-            least = Shape(
-                max(entries, self._least.entries), self._prompt_capacity, self.rows.sizes[-1],
+            self._least = Shape(
+                min(max(entries, self._least.entries), self.max_entries), self._prompt_capacity, self.rows.sizes[-1],
                 max(capacity, self._least.capacity),
             )  # fmt: skip
-            if least.num_tokens <= self.max_tokens and least.entries <= self.max_entries:
-                self._least = least
+
+    def _least_with(self, prompt_capacity: int) -> Shape:
+        """What is expected, if there is room for all of it; else nothing."""
+        wanted = dataclasses.replace(self._least, prompt_capacity=prompt_capacity).num_tokens
+        return self._least if wanted <= self.max_tokens else Shape()
 
     def close_prompt(self, block: PromptBlock) -> None:
         if block.users:
@@ -304,7 +307,8 @@ class ContiguousMemory:
         return slot
 
     def extend(self, slot: SlotBlock, num_own: int) -> None:
-        capacity = max(self._capacity, self._least.capacity, power_of_two(num_own), self.MIN_CAPACITY)
+        least = self._least_with(self._prompt_capacity).capacity
+        capacity = max(self._capacity, least, power_of_two(num_own), self.MIN_CAPACITY)
         self._check(self._entries, self._prompt_capacity, len(self.rows.blocks), capacity)
         self._capacity = capacity
         slot.capacity = max(slot.capacity, num_own)
