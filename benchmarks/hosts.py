@@ -221,8 +221,8 @@ def projected(two: Primitives, rest_ms: float, grading_ms: float) -> float:
     return (single + rest_ms) / (local + rest_ms)
 
 
-def report(num_hosts: int, runs: dict[str, list[pathlib.Path]], found: Primitives) -> dict[str, Any]:
-    """Prints what was measured on so many hosts; returns it."""
+def report(num_hosts: int, runs: dict[str, list[pathlib.Path]]) -> dict[str, Any]:
+    """Prints how the cases compare on so many hosts; returns it."""
     shown: dict[str, Any] = {}
     console = Console(width=110)
     local = runs["local"]
@@ -249,13 +249,23 @@ def report(num_hosts: int, runs: dict[str, list[pathlib.Path]], found: Primitive
         if case == "single":
             times = [compare_report.times_of(side)["milliseconds_per_token"] for side in (comparison.a, comparison.b)]
             shown["tokens_per_second"] = [round(1e3 / time, 1) for time in times]
-    single = runs["single"]
+    return shown
+
+
+def report_parts(num_hosts: int, runs: dict[str, list[pathlib.Path]], found: Primitives) -> dict[str, Any]:
+    """The same of what coordination is made of, and what 16 hosts would give."""
+    local, single, shown = runs["local"], runs["single"], dict[str, Any]()
     print(f"\n{num_hosts} hosts, admission of a step: head {phase_ms(single, 'admit'):.2f} ms for all, a host by itself"
           f" {phase_ms(local, 'admit'):.2f} ms; of one request: {found.admit:.4f} and {found.admit_local:.4f} ms")
     print(f"{num_hosts} hosts, a decode iteration: lockstep {found.single:.2f} ms (of which the head's books"
           f" {found.books:.2f} ms), a host by itself {found.local:.2f} ms")  # fmt: skip
     shown["admit_ms"] = [round(phase_ms(local, "admit"), 3), round(phase_ms(single, "admit"), 3)]
     shown["iteration_ms"] = [round(found.local, 3), round(found.single, 3)]
+    if num_hosts == 2:
+        rest = sum(phase_ms(local, phase) for phase in ("pack", "train", "publish", "wait", "collect", "record"))
+        ratio = projected(found, rest, phase_ms(single, "reward"))
+        shown[f"computed for {AT} hosts"] = round(ratio, 2)
+        print(f"computed from these, not measured: {AT} hosts, as many prompts each: ratio {ratio:.2f}")
     return shown
 
 
@@ -264,7 +274,8 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--launches", type=int, default=3, help="of each mode")
     parser.add_argument("--steps", type=int, default=20, help="two passes over half as many batches")
-    parser.add_argument("--modes", choices=("all", "two"), default="all", help="two: local and single alone")
+    parser.add_argument("--modes", choices=("all", "two", "switches"), default="all",
+                        help="two: local and single alone; switches: local, and without each optimization")  # fmt: skip
     parser.add_argument("--measure", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure is not None:
@@ -274,20 +285,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         workload = Workload(pathlib.Path(folder), args.steps)
         for num_hosts in args.hosts:
-            all_modes = args.modes == "all" and num_hosts == args.hosts[0]
-            cases = [case for case in CASES if all_modes or case in ITERATIONS]
+            kinds = {"all": CASES, "two": ITERATIONS, "switches": ("local", *SWITCHED)}
+            cases = list(kinds[args.modes if num_hosts == args.hosts[0] or args.modes != "all" else "two"])
             runs: dict[str, list[pathlib.Path]] = {case: [] for case in cases}
             for number in range(args.launches):
                 for case in turns(cases, number):
                     runs[case].append(workload.run(case, num_hosts, number))
                     print(f"{num_hosts} hosts, launch {number + 1} of {args.launches}: {case}", flush=True)
-            found = primitives(workload.folder, num_hosts)
-            results[num_hosts] = report(num_hosts, runs, found)
-            if num_hosts == 2:
-                rest = sum(phase_ms(runs["local"], phase) for phase in ("pack", "train", "publish", "wait", "collect"))
-                ratio = projected(found, rest, phase_ms(runs["single"], "reward"))
-                results[num_hosts][f"computed for {AT} hosts"] = round(ratio, 2)
-                print(f"computed from these, not measured: {AT} hosts, as many prompts each: ratio {ratio:.2f}")
+            results[num_hosts] = report(num_hosts, runs)
+            if "single" in runs:
+                results[num_hosts] |= report_parts(num_hosts, runs, primitives(workload.folder, num_hosts))
+    if args.modes == "switches":
+        print(json.dumps({"name": "hosts, switches", "results": results}))
+        return
     first = results[args.hosts[0]]
     print(json.dumps({
         "name": "hosts",
