@@ -116,6 +116,15 @@ def phases_ms(folders: Sequence[pathlib.Path], name: str) -> list[float]:
     return found
 
 
+def in_no_phase(folders: Sequence[pathlib.Path]) -> list[float]:
+    """The share of each step, in the second half of each launch, that the first host's account doesn't name."""
+    found = []
+    for folder in folders:
+        accounts = [json.loads(line)["account"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found += [account["unaccounted"] / account["wall"] for account in accounts[len(accounts) // 2 :]]
+    return found
+
+
 def phase_ms(folders: Sequence[pathlib.Path], phase: str) -> float:
     """The median of `phases_ms`."""
     return statistics.median(phases_ms(folders, phase))
@@ -226,6 +235,8 @@ def report(num_hosts: int, runs: dict[str, list[pathlib.Path]]) -> dict[str, Any
     shown: dict[str, Any] = {}
     console = Console(width=110)
     local = runs["local"]
+    shown["in_no_phase"] = {case: round(statistics.median(in_no_phase(of)), 4) for case, of in runs.items()}
+    print(f"\n{num_hosts} hosts, the share of a step that is in no phase: {shown['in_no_phase']}")
     for case, folders in runs.items():
         if case == "local":
             continue
