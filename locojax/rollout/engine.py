@@ -27,7 +27,7 @@ from locojax.rollout.pages import Moves, Shape, power_of_two
 from locojax.rollout.pending import Pending
 from locojax.rollout.policy import Policy
 from locojax.rollout.prefilling import Asked, Prefiller
-from locojax.rollout.request import Begun, Gained, Sample, TokenBytes, validate
+from locojax.rollout.request import Begun, Gained, Sample, TokenBytes, refuse_size, validate
 from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Queue, Schedule
 from locojax.rollout.settings import PLAIN_ROWS, EngineSettings, memory_and_layout, scheduler_of
@@ -187,14 +187,8 @@ class Engine:
         max_tokens = validate(
             request, vocab_size=self.spec.vocab_size, max_context=self.max_context, num_adapters=self.num_adapters
         )
-        if not self._memory.fits_alone(len(request.prompt), max_tokens):
-            raise RequestError(
-                f"Request {request.request_id!r}: {len(request.prompt)} prompt tokens and up to {max_tokens} new ones"
-                " don't fit in the KV memory",
-                got=f"kv_bytes={self.settings.kv_bytes}",
-                remedy="Lower max_tokens or raise the engine's kv_bytes",
-            )
-        return max_tokens
+        fits = self._memory.fits_alone(len(request.prompt), max_tokens)
+        return max_tokens if fits else refuse_size(request, max_tokens, self.settings.kv_bytes)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; the next `step` returns what it has, unfinished samples marked `abort`. False if unknown."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -273,3 +273,13 @@ def validate(request: SampleRequest, *, vocab_size: int, max_context: int, num_a
         check(right, "a stop is malformed", repr(item), f"non-empty strings, or token ids in [0, {vocab_size})")
     room = max_context - len(prompt)
     return room if params.max_tokens is None else min(params.max_tokens, room)
+
+
+def refuse_size(request: SampleRequest, max_tokens: int, kv_bytes: int) -> NoReturn:
+    """Raises RequestError: the request doesn't fit in an engine's memory of so many bytes, even alone."""
+    raise RequestError(
+        f"Request {request.request_id!r}: {len(request.prompt)} prompt tokens and up to {max_tokens} new ones"
+        " don't fit in the KV memory",
+        got=f"kv_bytes={kv_bytes}",
+        remedy="Lower max_tokens or raise the engine's kv_bytes",
+    )
