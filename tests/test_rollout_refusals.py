@@ -72,3 +72,15 @@ def test_an_engine_says_what_it_lacks():
     tight = engine(dataclasses.replace(SMALL, kv_bytes=100 * BYTES_PER_TOKEN))
     with pytest.raises(RequestError, match="Request 'a': 60 prompt tokens and up to 60 new ones don't fit"):
         tight.add(request("a", [2] * 60, max_tokens=60))
+
+
+def test_a_request_that_never_fits_is_refused_at_once_and_others_run():
+    made = engine(dataclasses.replace(SMALL, kv_bytes=128 * BYTES_PER_TOKEN), share=False)
+    with pytest.raises(RequestError) as error:
+        made.add(request("big", (5,) * 30, max_tokens=60))
+    assert str(error.value) == (
+        "Request 'big': 30 prompt tokens and up to 60 new ones don't fit in the KV memory."
+        f" Got: kv_bytes={128 * BYTES_PER_TOKEN}. Lower max_tokens or raise the engine's kv_bytes."
+    )
+    made.add(request("small", (5,) * 8, max_tokens=4, stop=()))
+    assert len(run_to_end(made)[0].completions[0].tokens) == 4
