@@ -222,19 +222,31 @@ async def test_one_poll_for_all_samples_of_a_session(service, engine):
     assert failed["completions"] == [{"state": "failed", "request_id": f"{sampler}:9"}]
 
 
-def test_a_cancelled_sample_ends(tmp_path):
+def test_a_sample_cancelled_while_it_runs_ends_with_what_it_has(tmp_path):
     async def test():
         with FakeEngine(socket_path(), sample_seconds=60.0) as engine:
             async with serving(tmp_path, engine) as (service, _):
                 session = await session_of(service)
                 sampler = (await service.sampling.create_session(session, 0, base_model=MODEL))["sampling_session_id"]
                 promise = await service.sampling.asample(sample_body(sampler, 0))
-                await until(lambda: service.futures.get(promise.request_id).operation_id)
+                await until(lambda: engine._sampling)  # submitted is not yet begun
                 await service.futures.cancel(promise.request_id)
                 await result(service, promise)
                 await service.futures.cancel(promise.request_id)
 
     run(test())
+
+
+@with_service()
+async def test_a_sample_cancelled_before_it_runs_fails(service, engine):
+    engine.held.add(p.Sample)
+    session = await session_of(service)
+    sampler = (await service.sampling.create_session(session, 0, base_model=MODEL))["sampling_session_id"]
+    promise = await service.sampling.asample(sample_body(sampler, 0))
+    await until(lambda: engine._queued)
+    await service.futures.cancel(promise.request_id)
+    assert await failure(service, promise) == ("user", "Cancelled.")
+    assert engine.ran_of(p.Sample) == []
 
 
 def test_too_many_waiting_samples_are_put_off(tmp_path):
