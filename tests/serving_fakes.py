@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import threading
 import time
 
 import numpy as np
@@ -22,6 +23,7 @@ from locojax.hosts.protocol import (
     Submit,
 )
 from locojax.hosts.serving_clock import PhaseClock
+from locojax.hosts.serving_compilations import ReadAhead
 from locojax.hosts.serving_loop import Loop
 from locojax.hosts.serving_operations import Operations
 from locojax.rollout.stats import EngineStats
@@ -208,7 +210,8 @@ class Run:
         operations = Operations(self.trainer, self.samplers, None, alpha=32.0, max_rank=8)
         self.loop = Loop(
             self.link, self.trainer, self.samplers, operations, PhaseClock(), INFO,
-            num_compilations=lambda: 3, sampling_share=share, status_seconds=0.001,
+            num_compilations=lambda: 3, read_ahead=ReadAhead(threading.Event()), sampling_share=share,
+            status_seconds=0.001,
         )  # fmt: skip
 
     def __call__(self, *messages, until=None):

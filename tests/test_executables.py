@@ -7,6 +7,8 @@ import logging
 import os
 import pathlib
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -58,7 +60,7 @@ def made(folder: pathlib.Path | None, double: Double, args: tuple[Any, ...] = (A
     programs = Executables(folder)
     program = programs.begin("double", partial(double.jitted().lower, *args), args, static)
     programs.wait()
-    return program.compiled.result()
+    return program.result()
 
 
 def test_another_source_that_lowers_to_the_same_is_not_compiled_again(tmp_path, monkeypatch, caplog):
@@ -95,6 +97,58 @@ def test_what_is_not_urgent_is_read_behind(tmp_path, monkeypatch):
     urgent = programs.begin("double", partial(Double().jitted().lower, *args), args, {})
     programs.wait(urgent=[urgent])
     assert urgent.compiled.done()
+
+
+def some_kept(folder: pathlib.Path, num: int) -> tuple[Executables, list[executables.Program]]:
+    """Programs that an earlier process kept, begun where there is no leisure."""
+    for n in range(num):
+        made(folder, Double(), number=n)
+    programs, args = Executables(folder), (ADAPTERS, X)
+    programs.leisure.clear()
+    return programs, [
+        programs.begin("double", partial(Double().jitted().lower, *args), args, {"number": n}) for n in range(num)
+    ]
+
+
+def test_a_program_that_is_called_is_read_at_once_and_the_others_at_leisure(tmp_path):
+    programs, (first, second, third) = some_kept(tmp_path, 3)
+    programs.wait(urgent=[])
+    np.testing.assert_array_equal(second.result()(ADAPTERS, X)["y"], 2 * X)
+    assert not first.compiled.done() and not third.compiled.done()
+    programs.leisure.set()
+    np.testing.assert_array_equal(third.compiled.result(60)(ADAPTERS, X)["y"], 2 * X)
+    assert first.compiled.done()
+
+
+def test_what_is_waited_for_needs_no_leisure(tmp_path):
+    programs, (first, second) = some_kept(tmp_path, 2)
+    programs.wait()
+    assert first.compiled.done() and second.compiled.done()
+
+
+def test_a_failure_is_told_to_each_caller(tmp_path, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(executables, "_compile", fail)
+    programs, args = Executables(None), (ADAPTERS, X)
+    program = programs.begin("double", partial(Double().jitted().lower, *args), args, {})
+    for ask in (program.result, programs.wait, program.result):
+        with pytest.raises(RuntimeError, match="no room"):
+            ask()
+
+
+def test_programs_that_nobody_read_do_not_hold_up_the_exit():
+    script = (
+        "from locojax.models.executables import Executables, Program\n"
+        "import jax, time\n"
+        "programs = Executables(None)\n"
+        "programs.leisure.clear()\n"
+        "programs.begin('add', lambda: jax.jit(lambda x: x + 1).lower(1.0), (), {})\n"
+        "print('ends')"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (0, "ends\n"), ended.stderr
 
 
 def test_a_second_process_would_trace_nothing(tmp_path):
@@ -156,7 +210,7 @@ def test_memory_that_a_program_takes_is_taken_by_the_one_from_disk_too(tmp_path)
         program = programs.begin("add", partial(jax.jit(add, donate_argnums=0).lower, shape), (shape,), {})
         programs.wait()
         x = jnp.zeros(4)
-        np.testing.assert_array_equal(program.compiled.result()(x), np.ones(4))
+        np.testing.assert_array_equal(program.result()(x), np.ones(4))
         assert x.is_deleted()
 
 
@@ -182,7 +236,7 @@ def test_what_jax_itself_had_is_not_kept(tmp_path, events):
     programs = Executables(tmp_path)
     program = programs.begin("had", Lowered, (), {})
     programs.wait()
-    assert program.compiled.result() == "compiled" and not list(tmp_path.iterdir())
+    assert program.result() == "compiled" and not list(tmp_path.iterdir())
 
 
 def test_what_xla_cannot_write_out_runs_all_the_same(tmp_path, monkeypatch):

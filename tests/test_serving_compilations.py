@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 
-from locojax.hosts.serving_compilations import CompilationCounter
+from locojax.hosts.serving_compilations import READ_AHEAD_AFTER, CompilationCounter, ReadAhead
 
 
 def test_programs_that_the_persistent_cache_held_are_not_counted(tmp_path):
@@ -35,3 +37,17 @@ def test_programs_that_the_persistent_cache_held_are_not_counted(tmp_path):
         compilation_cache.reset_cache()
     assert counts == [1, 2, 2]
     assert counter.num_compilations == 2, "it has left"
+
+
+def test_programs_are_read_ahead_once_there_has_been_nothing_to_do_for_a_while():
+    leisure, now = threading.Event(), [0.0]
+    leisure.set()
+    read_ahead = ReadAhead(leisure, clock=lambda: now[0])
+    read_ahead.worked()
+    seen = [leisure.is_set()]
+    for seconds in (READ_AHEAD_AFTER / 2, READ_AHEAD_AFTER):
+        now[0] = seconds
+        read_ahead.idle()
+        seen.append(leisure.is_set())
+    read_ahead.worked()
+    assert [*seen, leisure.is_set()] == [False, False, True, False]

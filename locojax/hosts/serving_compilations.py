@@ -1,8 +1,10 @@
-"""Counts the programs that XLA compiles in this process: of the trainer, of the samplers, and of anything else."""
+"""The programs of an engine process: how many XLA compiles, and when those of an earlier process may be read ahead."""
 
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,3 +45,32 @@ class CompilationCounter:
         if event == _FOUND:
             with self._lock:
                 self._num_found += 1
+
+
+READ_AHEAD_AFTER = 1.0
+"""Seconds of nothing to do before the next program is read: a client's next request mostly comes sooner."""
+
+
+class ReadAhead:
+    """Sets `leisure` once there has been nothing to do for a while, and clears it when there is.
+
+    A program that is called is read at once. All others together take 40 s of a core for SmolLM2, and took them from
+    the first requests: 128 samples of 128 tokens right after the start lasted 68 s, later ones 33.
+
+    Args:
+      leisure: see `models.executables.Executables`.
+      clock: seconds; tests have their own.
+    """
+
+    def __init__(self, leisure: threading.Event, clock: Callable[[], float] = time.monotonic):
+        self._leisure, self._clock, self._idle_since = leisure, clock, clock()
+
+    def worked(self) -> None:
+        """There was something to do until now."""
+        self._leisure.clear()
+        self._idle_since = self._clock()
+
+    def idle(self) -> None:
+        """There is nothing to do."""
+        if self._clock() >= self._idle_since + READ_AHEAD_AFTER:
+            self._leisure.set()

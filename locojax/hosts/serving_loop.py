@@ -50,6 +50,7 @@ from locojax.hosts.protocol import (
 )
 from locojax.hosts.serving_answers import SAVES, Answers, unexpected
 from locojax.hosts.serving_clock import PhaseClock
+from locojax.hosts.serving_compilations import ReadAhead
 from locojax.hosts.serving_disk import Disk
 from locojax.hosts.serving_lanes import Entry, HeldSamples, Lane, Lanes, Work, lane_of
 from locojax.hosts.serving_link import DiskDone, Link
@@ -70,6 +71,7 @@ class Loop:
     Args:
       info: what is served; its open models and samplers are kept up to date and published.
       num_compilations: how many programs this process has compiled.
+      read_ahead: is told when there is work.
       sampling_share, status_seconds: see `ServeSettings`.
     """
 
@@ -83,12 +85,14 @@ class Loop:
         info: EngineInfo,
         *,
         num_compilations: Callable[[], int],
+        read_ahead: ReadAhead,
         sampling_share: float = 0.5,
         status_seconds: float = 1.0,
     ):
         self._link, self._trainer, self._samplers, self._operations = link, trainer, samplers, operations
         self._clock, self._info = clock, info
         self._num_compilations, self._status_seconds = num_compilations, status_seconds
+        self._read_ahead = read_ahead
         self._share = Share(sampling_share)
         self._lanes = Lanes()
         self._numbers = itertools.count()
@@ -124,6 +128,7 @@ class Loop:
         try:
             if idle:
                 self._freed.idle()
+                self._read_ahead.idle()
                 with self._clock.phase("idle"):
                     message = inbox.get(timeout=max(self._next_status - time.monotonic(), 0.001))
             else:
@@ -211,8 +216,8 @@ class Loop:
         side = self._share.next(sampling=self._samplers.num_unfinished > 0, training=len(ready) > 0)
         if side is None or self._stopping:
             return
-        self._freed.worked()
         start = time.monotonic()
+        self._read_ahead.worked()
         if side == "sampling":
             self._step()
         else:
@@ -221,6 +226,8 @@ class Loop:
                 self._micro_batch()
             else:
                 self._whole(lane)
+        self._freed.worked()
+        self._read_ahead.worked()
         self._share.spent(side, time.monotonic() - start)
 
     def _step(self) -> None:

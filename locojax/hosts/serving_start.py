@@ -15,7 +15,7 @@ from locojax.hosts import tenant_checkpoints
 from locojax.hosts.protocol import EngineInfo
 from locojax.hosts.samplers import Samplers
 from locojax.hosts.serving_clock import PhaseClock
-from locojax.hosts.serving_compilations import CompilationCounter
+from locojax.hosts.serving_compilations import CompilationCounter, ReadAhead
 from locojax.hosts.serving_link import Link
 from locojax.hosts.serving_loop import Loop
 from locojax.hosts.serving_memory import auto_kv_bytes, device_memory, give_back
@@ -100,6 +100,7 @@ def start(
         sampling_share=settings.sampling_share,
         status_seconds=settings.status_seconds,
         num_compilations=lambda: counter.num_compilations,
+        read_ahead=ReadAhead(engine.compiler.leisure),
     )
 
 

@@ -10,7 +10,6 @@ changed elsewhere lowers to the same, which is then not compiled again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import logging
 import os
@@ -19,8 +18,10 @@ import pickle
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,7 +38,6 @@ BUILT, FOUND = "/jax/core/compile/backend_compile_duration", "/jax/compilation_c
 """jax's events: of a program that it didn't have in memory, and, besides, of one that its own cache had."""
 
 CPU_INFO = pathlib.Path("/proc/cpuinfo")
-THREADS = 2
 
 UNREADABLE = (
     pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, MemoryError, OSError,
@@ -49,30 +49,54 @@ Lower = Callable[[], Any]
 """Makes a jax.stages.Lowered."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A program that is being compiled or read, or has been.
 
     Attributes:
       out_info: the shapes of what it returns.
       kept: an earlier process kept it, so that it is only to be read.
+      compiled: done when it is there.
     """
 
-    out_info: Any
-    compiled: Future[Any]
-    kept: bool
+    def __init__(self, out_info: Any, make: Callable[[], Any], *, kept: bool):
+        self.out_info, self.kept = out_info, kept
+        self.compiled: Future[Any] = Future()
+        self._make, self._lock = make, threading.Lock()
+
+    def make(self) -> None:
+        """Returns when it is there, or its failure is: made here, if no other thread has begun to."""
+        with self._lock:
+            if self.compiled.done():
+                return
+            try:
+                self.compiled.set_result(self._make())
+            except Exception as error:  # told to whoever asks for it, on whatever thread it was made
+                self.compiled.set_exception(error)
+
+    def result(self) -> Any:
+        """The executable, at once if need be: those begun before it aren't waited for. Raises what went wrong."""
+        self.make()
+        return self.compiled.result()
 
 
 class Executables:
-    """Compiles programs of one device, or reads them from `folder`, in background threads.
+    """Compiles programs of one device, or reads them from `folder`, in a background thread.
 
     Args:
       folder: None: nothing is kept.
+
+    Attributes:
+      leisure: while it is cleared, the thread begins with no other program. Reading one takes up to 6 s of a core, of
+        which XLA looks for each of a thousand fusions among all instructions; whoever has work to do clears it.
     """
 
     def __init__(self, folder: pathlib.Path | None):
         self._folder = folder
-        self._pool: ThreadPoolExecutor | None = None
+        self.leisure = threading.Event()
+        self.leisure.set()
+        self._lock = threading.Lock()
+        self._queue: deque[Program] = deque()
+        self._works = False
         self._started: list[Program] = []
         self._here: tuple[str, ...] | None = None  # what every key has in it, and the source's digest: made when first
         self._source = ""  # asked for
@@ -87,30 +111,55 @@ class Executables:
         """
         path = self._path(name, args, static)
         entry = None if path is None else _read(path)
-        pool = self._pool = self._pool or ThreadPoolExecutor(THREADS, thread_name_prefix="compile")
         if path is not None and entry is not None:
-            program = Program(entry["out_info"], pool.submit(self._load, entry, path, lower), kept=True)
+            program = Program(entry["out_info"], partial(self._load, entry, path, lower), kept=True)
         else:
             lowered = lower()
             out_info = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
             names = self._names(path, lowered)
-            program = Program(out_info, pool.submit(_compile, lowered, out_info, names), kept=False)
+            program = Program(out_info, partial(_compile, lowered, out_info, names), kept=False)
         self._started.append(program)
+        with self._lock:
+            self._queue.append(program)
+            if not self._works:
+                self._works = True
+                threading.Thread(target=self._work, name="compile").start()
         return program
 
     def wait(self, urgent: Collection[Program] | None = None) -> None:
-        """Returns when everything begun is there; raises what went wrong.
+        """Returns when everything begun is there; raises what went wrong. The calling thread takes its share of it.
 
         With `urgent`, what is only to be read from disk isn't waited for unless it is among these: it goes on behind,
-        in the order in which it was begun, and whoever calls a program waits for that one.
+        in the order in which it was begun, and whoever calls a program doesn't wait for the others.
         """
         started, self._started = self._started, []
-        for program in started:
-            if urgent is None or not program.kept or program in urgent:
-                program.compiled.result()
-        if self._pool is not None:
-            self._pool.shutdown(wait=False)  # its threads end when nothing is left to do
-            self._pool = None
+        wanted = [program for program in started if urgent is None or not program.kept or program in urgent]
+        while (program := self._take(wanted)) is not None:
+            program.make()
+        for program in wanted:
+            program.result()
+
+    def _take(self, among: Collection[Program]) -> Program | None:
+        """The first of these that nobody has taken."""
+        with self._lock:
+            found = next((program for program in self._queue if program in among), None)
+            if found is not None:
+                self._queue.remove(found)
+            return found
+
+    def _work(self) -> None:
+        """The thread: ends when nothing is left to do, or with the process."""
+        while True:
+            with self._lock:
+                if not self._queue or not threading.main_thread().is_alive():
+                    self._works = False
+                    return
+            if not self.leisure.wait(0.2):
+                continue
+            with self._lock:
+                program = self._queue.popleft() if self._queue else None
+            if program is not None:
+                program.make()
 
     def _path(self, name: str, args: tuple[Any, ...], static: Mapping[str, Any]) -> pathlib.Path | None:
         if self._folder is None:

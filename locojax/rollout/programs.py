@@ -7,6 +7,7 @@ R x T packed rows, N new prompts, D hidden, V vocab, K iterations.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
@@ -319,6 +320,11 @@ class Compiler:
         self._executables = Executables(beside_jax_cache())
         self.num_compilations = 0
 
+    @property
+    def leisure(self) -> threading.Event:
+        """To be cleared while there is work to do, and set when programs may be read ahead; see `Executables`."""
+        return self._executables.leisure
+
     def keys(self, name: str) -> list[Any]:
         """The keys under which program `name` has been made."""
         return [key for program, key in self._programs if program == name]
@@ -351,7 +357,7 @@ class Compiler:
 
     def call(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
         """Runs program `name` on (spec, *args, **static). What DONATED names is gone afterwards."""
-        return self.prepare(name, key, *args, **static).compiled.result()(*args)
+        return self.prepare(name, key, *args, **static).result()(*args)
 
 
 PROGRAMS: Mapping[str, Callable[..., Any]] = {

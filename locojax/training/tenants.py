@@ -348,7 +348,7 @@ class TenantTrainer:
         return self._programs[name, shape]
 
     def _call(self, name: str, *args: Any, shape: RowProgram | None = None) -> Any:
-        return self._begin(name, shape, *args).compiled.result()(*args)
+        return self._begin(name, shape, *args).result()(*args)
 
     def _compute(self, rows: Sequence[Row], program: RowProgram) -> Outputs:
         stacked = stack_rows(rows, program.num_rows, program.row_tokens, program.num_targets)
