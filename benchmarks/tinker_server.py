@@ -40,6 +40,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
@@ -196,10 +197,12 @@ class Bench:
         self.server = server
         self.service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
         self.vocabulary = 49152 if model == "smollm2-135m" else QWEN3_5M["vocab_size"]
-        name = self.service.get_server_capabilities().supported_models[0].model_name
-        self.trainer = self.service.create_lora_training_client(base_model=name, rank=32, seed=0)
-        self._no_head = self.service.create_lora_training_client(base_model=name, rank=32, seed=0, train_unembed=False)
-        self.sampler = self.trainer.save_weights_and_get_sampling_client()
+        served = tinker.RestClient(base_url=server.url, api_key=KEY).get_server_capabilities().result()
+        create = partial(
+            self.service.create_lora_training_client, base_model=served.supported_models[0].model_name, rank=32, seed=0
+        )
+        self.trainer, self._no_head = create().result(), create(train_unembed=False).result()
+        self.sampler = self.trainer.save_weights_and_get_sampling_client().result()
         self._random = np.random.default_rng(0)
 
     def tokens(self, count: int) -> list[int]:
@@ -255,7 +258,7 @@ class Bench:
         return self.forward_backward(lengths.tolist())
 
     def first_token(self) -> int:
-        self.sampler = self.trainer.save_weights_and_get_sampling_client()
+        self.sampler = self.trainer.save_weights_and_get_sampling_client().result()
         return self.count([self.ask(1, 1, num_prompt=8)])
 
     def run(self, line: str) -> Timing:

@@ -198,11 +198,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--loss", default="importance_sampling", help="or ppo, cispo, ...")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.api_key = os.environ.get("TINKER_API_KEY", "tml-local")  # no option: other users could read it off `ps`
+    return args
 
 
 def learn(service: tinker.ServiceClient, args: argparse.Namespace) -> None:
-    model = args.model or service.get_server_capabilities().supported_models[0].model_name
+    rest = tinker.RestClient(base_url=args.base_url, api_key=args.api_key)
+    model = args.model or rest.get_server_capabilities().result().supported_models[0].model_name
     trainer = service.create_lora_training_client(base_model=model, rank=args.rank, seed=args.seed).result()
     tokenizer = load_tokenizer(args.tokenizer, trainer)
     train, held_out = problems(args.seed)
@@ -233,9 +236,8 @@ def learn(service: tinker.ServiceClient, args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = arguments()
-    api_key = os.environ.get("TINKER_API_KEY", "tml-local")
     # Leaving the block ends the session: the server frees its adapter at once, instead of when heartbeats stay away.
-    with tinker.ServiceClient(base_url=args.base_url, api_key=api_key) as service:
+    with tinker.ServiceClient(base_url=args.base_url, api_key=args.api_key) as service:
         learn(service, args)
 
 
