@@ -210,8 +210,8 @@ class Run:
         operations = Operations(self.trainer, self.samplers, None, alpha=32.0, max_rank=8)
         self.loop = Loop(
             self.link, self.trainer, self.samplers, operations, PhaseClock(), INFO,
-            num_compilations=lambda: 3, read_ahead=ReadAhead(threading.Event()), sampling_share=share,
-            status_seconds=0.001,
+            num_compilations=lambda: 3, read_ahead=ReadAhead(threading.Event(), lambda: 2),
+            sampling_share=share, status_seconds=0.001,
         )  # fmt: skip
 
     def __call__(self, *messages, until=None):

@@ -13,7 +13,7 @@ from locojax.models.lora import Adapters, LoraSpec, empty_stack, init_adapter
 from locojax.rollout.engine import Engine
 from locojax.rollout.pages import Shape
 from locojax.rollout.rows import RowsMemory
-from locojax.rollout.settings import EngineSettings
+from locojax.rollout.settings import EngineSettings, sizes_between
 from locojax.types import SampleRequest, SamplingParams
 
 BYTES_PER_TOKEN = 2 * SPEC.num_layers * SPEC.kv_size * 4
@@ -46,6 +46,23 @@ def test_a_long_sample_keeps_the_rows_few():
     assert moves.shape == Shape(64, 0, 8, 128) and moves.source_rows == tuple(range(8))
     with pytest.raises(CapacityError):
         memory.open_slot(blocks[8])
+
+
+def test_spare_numbers_of_rows_are_used_once_they_may_be():
+    memory = RowsMemory(2048, 4, (1, 8, 32), 64, max_context=100, spare_sizes=(16,))
+    block = memory.open_prompt(4)
+    slots = [memory.open_slot(block) for _ in range(9)]
+    assert memory.settle(shrink=True, final_capacity=0).shape == Shape(64, 0, 32, 32)
+    assert memory.spare_shapes() == [Shape(64, 0, 16, 64)] and memory.rows.sizes == (1, 8, 32)
+    memory.use_spare()
+    assert memory.spare_shapes() == [] and memory.shapes()[2] == Shape(64, 0, 16, 64)
+    assert memory.settle(shrink=True, final_capacity=0).shape == Shape(64, 0, 16, 64)
+    memory.extend(slots[0], 60)
+
+
+def test_sizes_between():
+    assert sizes_between((1, 8, 32, 128)) == (16, 64)
+    assert sizes_between((64, 128)) == sizes_between((1, 8)) == ()
 
 
 def test_a_prompt_is_in_use_only_until_it_has_been_copied():
@@ -90,6 +107,8 @@ def test_nothing_compiles_for_whatever_arrives():
     made, rng = server(), np.random.default_rng(1)
     assert made.warm_up_server() == made.stats().num_compilations > 0
     assert made.warm_up_server() == 0
+    for program in made._spare:
+        program.result()
     trees = [adapter(1), adapter(2)]
     jax.block_until_ready(trees)
     compiled: list[str] = []
@@ -110,6 +129,7 @@ def test_nothing_compiles_for_whatever_arrives():
     finally:
         jax.monitoring.clear_event_listeners()
     assert compiled == []
+    assert made._memory.rows.sizes == (1, 8, 16, 32)
     applied = [None, *(Adapters(tree, jnp.float32(LORA.scale)) for tree in trees)]
     for name, request in asked.items():
         if request.params.temperature == 0.7:
@@ -118,6 +138,36 @@ def test_nothing_compiles_for_whatever_arrives():
             expected = oracle_logprobs(request.prompt, completion.tokens, adapters=applied[request.adapter])
             np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)  # strong adapters amplify rounding
             assert completion.policy_version == request.adapter
+
+
+def some(name, count):
+    return [SampleRequest(f"{name}{n}", (5, 6, n), SamplingParams(4, stop=(), seed=n)) for n in range(count)]
+
+
+def test_shapes_between_are_made_at_leisure_and_sample_the_same():
+    made = server()
+    made.compiler.leisure.clear()
+    made.warm_up_server()
+    before = made.generate(some("a", 10))
+    assert made._memory.shape.rows == 32 and not all(program.compiled.done() for program in made._spare)
+    made.compiler.leisure.set()
+    made._spare[-1].compiled.result(60)
+    after = made.generate(some("b", 10))
+    assert made._memory.shape.rows == 16 and not made._spare
+    for one, other in zip(before, after, strict=True):
+        assert one.completions[0].tokens == other.completions[0].tokens
+        np.testing.assert_allclose(one.completions[0].logprobs, other.completions[0].logprobs, atol=1e-5)
+
+
+def test_what_fails_of_the_shapes_between_is_said_and_costs_nothing_else(caplog):
+    made = server()
+    made.compiler.leisure.clear()
+    made.warm_up_server()
+    made._spare[0].compiled.set_exception(RuntimeError("no room"))
+    made.compiler.leisure.set()
+    made._spare[-1].compiled.result(60)
+    made.generate(some("a", 10))
+    assert made._memory.shape.rows == 32 and "samples take the next larger: no room" in caplog.text
 
 
 def test_a_request_joins_within_eight_iterations_and_a_short_one_does_not_wait_for_a_long_one():

@@ -42,7 +42,7 @@ def test_programs_that_the_persistent_cache_held_are_not_counted(tmp_path):
 def test_programs_are_read_ahead_once_there_has_been_nothing_to_do_for_a_while():
     leisure, now = threading.Event(), [0.0]
     leisure.set()
-    read_ahead = ReadAhead(leisure, clock=lambda: now[0])
+    read_ahead = ReadAhead(leisure, lambda: 0, clock=lambda: now[0])
     read_ahead.worked()
     seen = [leisure.is_set()]
     for seconds in (READ_AHEAD_AFTER / 2, READ_AHEAD_AFTER):

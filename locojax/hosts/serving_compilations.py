@@ -58,11 +58,14 @@ class ReadAhead:
     the first requests: 128 samples of 128 tokens right after the start lasted 68 s, later ones 33.
 
     Args:
-      leisure: see `models.executables.Executables`.
+      leisure, num_behind: see `models.executables.Executables`.
       clock: seconds; tests have their own.
     """
 
-    def __init__(self, leisure: threading.Event, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, leisure: threading.Event, num_behind: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ):
+        self.num_behind = num_behind
         self._leisure, self._clock, self._idle_since = leisure, clock, clock()
 
     def worked(self) -> None:

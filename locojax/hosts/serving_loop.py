@@ -426,6 +426,7 @@ class Loop:
                 num_held=len(self._held),
                 num_disk_jobs=len(self._disk),
                 num_compilations=self._num_compilations(),
+                num_programs_behind=self._read_ahead.num_behind(),
                 num_unacknowledged=self._link.num_unacknowledged,
             )  # fmt: skip
         )

@@ -100,7 +100,7 @@ def start(
         sampling_share=settings.sampling_share,
         status_seconds=settings.status_seconds,
         num_compilations=lambda: counter.num_compilations,
-        read_ahead=ReadAhead(engine.compiler.leisure),
+        read_ahead=ReadAhead(engine.compiler.leisure, lambda: engine.compiler.num_behind),
     )
 
 

@@ -30,6 +30,7 @@ def engine_status(
     num_held: int,
     num_disk_jobs: int,
     num_compilations: int,
+    num_programs_behind: int,
     num_unacknowledged: int,
 ) -> EngineStatus:
     """The present figures.
@@ -38,6 +39,7 @@ def engine_status(
       num_held: samples that wait for their sampler to be opened.
       num_disk_jobs: checkpoints that are being written or read.
       num_compilations: programs that this process has compiled, those of its start included.
+      num_programs_behind: programs that are yet to be read or compiled when there is nothing else to do.
       num_unacknowledged: answers that no front end has stored yet.
     """
     stats, waiting = samplers.stats, samplers.num_waiting
@@ -48,6 +50,7 @@ def engine_status(
         "num_samplers": len(samplers.ids),
         "num_queued_operations": len(lanes),
         "num_disk_jobs": num_disk_jobs,
+        "num_programs_behind": num_programs_behind,
         "num_unacknowledged_answers": num_unacknowledged,
     }
     running = {

@@ -96,7 +96,7 @@ class Executables:
         self.leisure.set()
         self._lock = threading.Lock()
         self._queue: deque[Program] = deque()
-        self._works = False
+        self._works, self._num_making = False, 0
         self._started: list[Program] = []
         self._here: tuple[str, ...] | None = None  # what every key has in it, and the source's digest: made when first
         self._source = ""  # asked for
@@ -119,20 +119,36 @@ class Executables:
             names = self._names(path, lowered)
             program = Program(out_info, partial(_compile, lowered, out_info, names), kept=False)
         self._started.append(program)
+        self._enqueue(program)
+        return program
+
+    @property
+    def num_behind(self) -> int:
+        """Programs that are yet to be compiled or read by the thread."""
+        with self._lock:
+            return len(self._queue) + self._num_making
+
+    def later(self, make: Callable[[], Any]) -> Program:
+        """Has the thread call `make` too, after what has been begun; `wait` doesn't wait for it."""
+        program = Program(None, make, kept=False)
+        self._enqueue(program)
+        return program
+
+    def _enqueue(self, program: Program) -> None:
         with self._lock:
             self._queue.append(program)
             if not self._works:
                 self._works = True
                 threading.Thread(target=self._work, name="compile").start()
-        return program
 
-    def wait(self, urgent: Collection[Program] | None = None) -> None:
-        """Returns when everything begun is there; raises what went wrong. The calling thread takes its share of it.
+    def wait(self, urgent: Collection[Program] | None = None, spare: Collection[Program] = ()) -> None:
+        """Returns when everything begun is there, but for `spare`; raises what went wrong. The calling thread takes
+        its share of it.
 
         With `urgent`, what is only to be read from disk isn't waited for unless it is among these: it goes on behind,
         in the order in which it was begun, and whoever calls a program doesn't wait for the others.
         """
-        started, self._started = self._started, []
+        started, self._started = [program for program in self._started if program not in spare], []
         wanted = [program for program in started if urgent is None or not program.kept or program in urgent]
         while (program := self._take(wanted)) is not None:
             program.make()
@@ -157,9 +173,11 @@ class Executables:
             if not self.leisure.wait(0.2):
                 continue
             with self._lock:
-                program = self._queue.popleft() if self._queue else None
-            if program is not None:
+                taken = [self._queue.popleft()] if self._queue else []
+                self._num_making = len(taken)
+            for program in taken:
                 program.make()
+            self._num_making = 0
 
     def _path(self, name: str, args: tuple[Any, ...], static: Mapping[str, Any]) -> pathlib.Path | None:
         if self._folder is None:

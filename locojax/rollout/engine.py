@@ -18,9 +18,10 @@ import numpy as np
 
 from locojax.errors import ConfigError, RequestError
 from locojax.models.decoder import Params
+from locojax.models.executables import Program
 from locojax.models.lora import Adapters
 from locojax.models.spec import ModelSpec
-from locojax.rollout import programs, sampling
+from locojax.rollout import programs, sampling, warmup
 from locojax.rollout.batch import decode_rows, num_stop_ids
 from locojax.rollout.layouts import Cache
 from locojax.rollout.pages import Moves, Shape, power_of_two
@@ -32,7 +33,6 @@ from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Queue, Schedule
 from locojax.rollout.settings import PLAIN_ROWS, EngineSettings, memory_and_layout, scheduler_of
 from locojax.rollout.stats import EngineStats, TokenEvent
-from locojax.rollout.warmup import PINNED_STOPS, ShapesOnly, expected, prepare_server, prepare_waves, stagger
 from locojax.types import SampleRequest, SampleResult
 
 Phase = Callable[[Literal["prefill", "decode"]], AbstractContextManager[None]]
@@ -82,10 +82,11 @@ class Engine:
         self._closed: list[SampleResult] = []  # to be returned by the next step
         self._events: list[TokenEvent] = []
         # Table sizes only grow while samples run: a smaller one would be another program.
-        self._table_width, self._num_stops = 1, PINNED_STOPS if self._layout.pins_shapes else 1
+        self._table_width, self._num_stops = 1, warmup.PINNED_STOPS if self._layout.pins_shapes else 1
         self._shape = Shape(entries=2 * settings.max_slots)
         self._copies, self._num_added = Moves(), 0
         self._cache: Any = None
+        self._spare: Sequence[Program] = ()  # of shapes that are not used before all of them are there
         self._policy, self._stats = Policy(), EngineStats()
 
     def load(self, weights: Params, version: int, adapters: Adapters | None = None, *, interrupt: bool = False) -> None:
@@ -219,6 +220,7 @@ class Engine:
         start = time.perf_counter()
         busy = self._stats.prefill_seconds + self._stats.decode_seconds
         if self._scheduler.waiting or self._scheduler.running:
+            self._spare = warmup.use_spare(self._memory, self._spare)
             self._run(self._schedule())
         results = self._finish()
         busy = self._stats.prefill_seconds + self._stats.decode_seconds - busy
@@ -263,16 +265,16 @@ class Engine:
         if self._layout.pins_shapes:
             return self.warm_up_server()
         before = self.compiler.num_compilations
-        work = expected(requests, [*map(self.validate, requests)], longest_prompt, self.settings.max_slots)
+        work = warmup.expected(requests, [*map(self.validate, requests)], longest_prompt, self.settings.max_slots)
         self._memory.expect(work)
         for staggered in (False, True):
-            dry = Engine(self.spec, self.settings, self._tokens, compiler=ShapesOnly(self.compiler))
+            dry = Engine(self.spec, self.settings, self._tokens, compiler=warmup.ShapesOnly(self.compiler))
             dry._policy = self._policy
             dry._memory.expect(work)
             dry.rehearse(requests, staggered=staggered)
         if work.num_prompts:
             ours = self.compiler, self.spec, self.settings, self._layout, self._policy.loaded, self._prefiller
-            prepare_waves(*ours, work.prompt_tokens)
+            warmup.prepare_waves(*ours, work.prompt_tokens)
         self.compiler.wait()
         used = {key[1] for name in ("decode", "prefill") for key in self.compiler.keys(name)}
         self._layout.warm_moves(self.spec, used, self.settings.dtype)
@@ -284,7 +286,7 @@ class Engine:
             self.add(dataclasses.replace(request, params=dataclasses.replace(request.params, stop=())))
         samples = [sample for mine in self._requests.values() for sample in mine.samples]
         if staggered:
-            lengths = stagger([sample.max_tokens for sample in samples], self._memory.rows.sizes)
+            lengths = warmup.stagger([sample.max_tokens for sample in samples], self._memory.rows.sizes)
             for sample, length in zip(samples, lengths, strict=True):
                 sample.max_tokens = length
         while self.num_unfinished:
@@ -306,9 +308,11 @@ class Engine:
         if not isinstance(self._memory, RowsMemory):
             got = f"layout={self.settings.layout!r}"
             raise ConfigError("An engine can't be warmed up for a server", got=got, expected='layout="rows"')
-        before, shapes = self.compiler.num_compilations, self._memory.shapes()
-        ours = self.compiler, self.spec, self.settings, self._layout, shapes, self._policy.loaded
-        prepare_server(*ours, self._prefiller)
+        before, memory = self.compiler.num_compilations, self._memory
+        ours = self.compiler, self.spec, self.settings, self._layout
+        self._spare = warmup.prepare_server(
+            *ours, memory.shapes(), memory.spare_shapes(), self._policy.loaded, self._prefiller
+        )
         return self.compiler.num_compilations - before
 
     def forget_prompts(self) -> None:

@@ -325,6 +325,11 @@ class Compiler:
         """To be cleared while there is work to do, and set when programs may be read ahead; see `Executables`."""
         return self._executables.leisure
 
+    @property
+    def num_behind(self) -> int:
+        """Programs that are yet to be made at leisure."""
+        return self._executables.num_behind
+
     def keys(self, name: str) -> list[Any]:
         """The keys under which program `name` has been made."""
         return [key for program, key in self._programs if program == name]
@@ -351,9 +356,13 @@ class Compiler:
             self.num_compilations += 1
         return self._programs[full_key]
 
-    def wait(self, urgent: Collection[Program] | None = None) -> None:
+    def later(self, make: Callable[[], Any]) -> Program:
+        """Has `make` called on the compiling thread, after what has been prepared."""
+        return self._executables.later(make)
+
+    def wait(self, urgent: Collection[Program] | None = None, spare: Collection[Program] = ()) -> None:
         """Returns when everything prepared is there, or as much as `Executables.wait` says; raises what went wrong."""
-        self._executables.wait(urgent)
+        self._executables.wait(urgent, spare)
 
     def call(self, name: str, key: Any, *args: Any, **static: Any) -> Any:
         """Runs program `name` on (spec, *args, **static). What DONATED names is gone afterwards."""

@@ -3,7 +3,8 @@
 A running sample's whole sequence lies in its own row of [rows, capacity], its prompt copied in; computed prompts are
 kept in pages of their own. So what decoding compiles for is one of a few pairs of rows and capacity, fixed at the
 start, whatever lengths, groups and adapters arrive. A larger number of rows means a smaller capacity: the pairs hold
-about as many tokens each. No jax here; `layout_rows.py` moves the bytes.
+about as many tokens each. Pairs between those, `spare`, waste less where samples end at different times; they are used
+once their programs are there. No jax here; `layout_rows.py` moves the bytes.
 """
 
 from __future__ import annotations
@@ -20,23 +21,42 @@ class RowsMemory(PagedPrompts):
     decode_reads_prompts = False
 
     def __init__(
-        self, max_tokens: int, page_size: int, row_sizes: Sequence[int], max_entries: int, max_context: int
+        self,
+        max_tokens: int,
+        page_size: int,
+        row_sizes: Sequence[int],
+        max_entries: int,
+        max_context: int,
+        spare_sizes: Sequence[int] = (),
     ):
-        """Half of `max_tokens` is for the rows, half for computed prompts. `page_size`: a power of two."""
+        """Half of `max_tokens` is for the rows, half for computed prompts. `page_size`: a power of two. `spare_sizes`:
+        numbers of rows that are not used before `use_spare`."""
         half = max_tokens // 2
         most = max(power_of_two(max_context), page_size)
         super().__init__(half // page_size, page_size, max_entries)
         self.capacities = {
-            rows: min(most, 1 << ((half // rows).bit_length() - 1)) for rows in row_sizes if half // rows >= page_size
+            rows: min(most, 1 << ((half // rows).bit_length() - 1))
+            for rows in sorted({*row_sizes, *spare_sizes})
+            if half // rows >= page_size
         }
-        self.rows = Rows(tuple(self.capacities))
+        self.rows = Rows(tuple(rows for rows in self.capacities if rows in row_sizes))
         self.shape = Shape()
         self._uncopied: list[SlotBlock] = []
         self._stem_copies: list[tuple[int, int]] = []  # pages begun by another prompt: (its page, ours)
 
     def shapes(self) -> list[Shape]:
-        """Every shape that the arrays may have."""
-        return [Shape(self.max_entries, 0, rows, capacity) for rows, capacity in self.capacities.items()]
+        """Every shape that the arrays may have now."""
+        return [self._shape(rows) for rows in self.rows.sizes]
+
+    def spare_shapes(self) -> list[Shape]:
+        """Those that they may have after `use_spare`."""
+        return [self._shape(rows) for rows in self.capacities if rows not in self.rows.sizes]
+
+    def use_spare(self) -> None:
+        self.rows.sizes = tuple(self.capacities)
+
+    def _shape(self, rows: int) -> Shape:
+        return Shape(self.max_entries, 0, rows, self.capacities[rows])
 
     def continue_prompt(self, stem: PromptBlock, num_stem: int, num_tokens: int) -> PromptBlock:
         """See `ContinuesPrompts`. Whole pages are shared, and nobody writes to them; of a page that the two have in
@@ -104,7 +124,7 @@ class RowsMemory(PagedPrompts):
             target = fits[0] if shrink or untouched or before < count else fits[-1]
         source = self.rows.resize(target)
         copies = tuple((page, slot.row, j) for slot in new for j, page in enumerate(slot.prompt.pages))
-        shape = Shape(self.max_entries, 0, target, self.capacities[target])
+        shape = self._shape(target)
         if shape == self.shape:
             return Moves(stem_copies=stems, row_copies=copies) if copies or stems else None
         self.shape = shape
@@ -114,7 +134,7 @@ class RowsMemory(PagedPrompts):
         return max((slot.prompt.num_tokens + slot.capacity for slot in self.rows.blocks.values()), default=0)
 
     def _fits(self, count: int, longest: int) -> list[int]:
-        return [rows for rows, capacity in self.capacities.items() if rows >= count and capacity >= longest]
+        return [rows for rows in self.rows.sizes if rows >= count and self.capacities[rows] >= longest]
 
     def _check(self, count: int, num_tokens: int) -> None:
         longest = max(num_tokens, self._longest())

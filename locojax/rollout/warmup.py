@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,11 +15,14 @@ from locojax.models.spec import ModelSpec
 from locojax.rollout import stacks
 from locojax.rollout.batch import decode_rows
 from locojax.rollout.layouts import Cache, Layout
-from locojax.rollout.pages import Expected, Shape
+from locojax.rollout.pages import Expected, KvMemory, Shape
 from locojax.rollout.prefilling import Loaded, Prefiller
 from locojax.rollout.programs import Compiler, DecodeRows
+from locojax.rollout.rows import RowsMemory
 from locojax.rollout.settings import PLAIN_ROWS, EngineSettings
 from locojax.types import SampleRequest
+
+log = logging.getLogger(__name__)
 
 PINNED_STOPS = 16
 """Room for stop ids where shapes are fixed beforehand."""
@@ -100,22 +104,38 @@ def prepare_waves(
             prefiller.prepare_alone(loaded, cache, shape, num_tokens, settings.page_size)
 
 
+def use_spare(memory: KvMemory, programs: Sequence[Program]) -> Sequence[Program]:
+    """Has the spare shapes used once all of their `programs` are there; returns what is yet to be waited for."""
+    if not programs or not isinstance(memory, RowsMemory) or not all(each.compiled.done() for each in programs):
+        return programs
+    failed = [error for each in programs if (error := each.compiled.exception()) is not None]
+    if failed:
+        log.warning("numbers of rows between the larger ones aren't used, samples take the next larger: %s", failed[0])
+    else:
+        memory.use_spare()
+    return ()
+
+
 def prepare_server(
     compiler: Compiler,
     spec: ModelSpec,
     settings: EngineSettings,
     layout: Layout,
     shapes: Sequence[Shape],
+    spare: Sequence[Shape],
     loaded: Loaded,
     prefiller: Prefiller,
-) -> None:
+) -> list[Program]:
     """Compiles what `Engine.warm_up_server` promises: decoding in each shape, prefill, moves between the shapes.
 
     Returns when a short prompt can be answered, and nothing is left to compile: programs for longer prompts and more
-    samples that an earlier process kept are read behind, the smaller ones first.
+    samples that an earlier process kept are read behind, the smaller ones first. Those of the `spare` shapes are made
+    behind in any case; they are returned, and all are done when such a shape can be used.
     """
     count = np.zeros((), np.int32)
-    caches = [jax.eval_shape(partial(layout.new_cache, spec, shape, settings.dtype)) for shape in shapes]
+
+    def new_cache(shape: Shape) -> Cache:
+        return jax.eval_shape(partial(layout.new_cache, spec, shape, settings.dtype))
 
     def prepare_decode(shape: Shape, cache: Cache) -> list[Program]:
         rows = decode_rows([], shape.rows, PINNED_STOPS, layout.tables([], shape.rows, shape, 1))
@@ -127,13 +147,18 @@ def prepare_server(
             for truncates in sorted({True, shape.rows < PLAIN_ROWS})
         ]  # fmt: skip
 
-    urgent = prepare_decode(shapes[0], caches[0])
+    cache = new_cache(shapes[0])
+    urgent = prepare_decode(shapes[0], cache)
     stack = loaded.adapters
     if stack is not None and stack.scale.ndim:
         nothing = stacks.fitted(stack, {})
         urgent.append(compiler.prepare("set_adapter", loaded.signature, stack, nothing, np.float32(0), count))
-    urgent += prefiller.prepare(loaded, caches[0], settings.page_size)[:1]
-    for shape, cache in zip(shapes[1:], caches[1:], strict=True):
-        prepare_decode(shape, cache)
+    urgent += prefiller.prepare(loaded, cache, settings.page_size)[:1]
+    for shape in shapes[1:]:
+        prepare_decode(shape, new_cache(shape))
     layout.warm_moves(spec, shapes, settings.dtype)
-    compiler.wait(urgent)
+    behind = [program for shape in spare for program in prepare_decode(shape, new_cache(shape))]
+    if spare:
+        behind.append(compiler.later(partial(layout.warm_moves, spec, [*shapes, *spare], settings.dtype)))
+    compiler.wait(urgent, behind)
+    return behind

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.extended
 
 
 def test_two_steps(server: Server, folder: pathlib.Path) -> None:
-    command = [sys.executable, "-W", "error::FutureWarning", str(ROOT / "examples" / "rl_loop.py"), "--base-url", server.url]
-    options = ["--steps", "2", "--groups", "4", "--group-size", "4", "--rank", "4", "--tokenizer", MODEL]
+    command = [sys.executable, "-W", "error::FutureWarning", str(ROOT / "examples" / "rl_loop.py")]
+    options = ["--base-url", server.url, "--tokenizer", MODEL]
+    options += ["--steps", "2", "--groups", "4", "--group-size", "4", "--rank", "4"]
     done = subprocess.run([*command, *options], cwd=folder, env=sdks.environment(), capture_output=True, text=True)
     status = sdks.exit_status(done.returncode, done.stderr)
     assert status == 0, f"{done.stdout}{done.stderr}\nserver:\n{tail(folder / 'server.log')}"
