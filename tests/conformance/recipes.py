@@ -31,6 +31,8 @@ from conformance import sdks
 from conformance.client import API_KEY
 from conformance.server import serve, tail
 
+from locojax.server.checkpoints import CheckpointFiles, TinkerPath
+
 # sl_loop and rl_loop take no renderer: they need a model name for which the cookbook recommends this one.
 ALIASES = {"role_colon": "Qwen/Qwen3-8B-Base", "qwen3_instruct": "Qwen/Qwen3-4B-Instruct-2507"}
 MAX_SECONDS = 1800.0
@@ -42,8 +44,9 @@ class Recipe:
     """A recipe's module, its arguments at a size that two CPU cores train in minutes, and what it optimizes.
 
     In arguments {model}, {alias} and {renderer} stand for the run's own, {sampler} and {state} for the last sampler
-    and training checkpoint of the recipe `after`, which then must run before. `metric` is a name in the recipe's
-    metrics.jsonl.
+    and training checkpoint of the recipe `after`, which then must run before. `taught_by`: for recipes that take no
+    checkpoint, one whose adapter is merged into the base model that they are served. `metric` is a name in the
+    recipe's metrics.jsonl.
     """
 
     module: str
@@ -52,6 +55,7 @@ class Recipe:
     metric: str
     rises: bool = True
     after: str | None = None
+    taught_by: str | None = None
 
     def command(self, python: str, names: Mapping[str, str], log_path: str, steps: int) -> list[str]:
         arguments = [argument.format(**names) for argument in self.arguments]
@@ -92,10 +96,15 @@ RECIPES: Mapping[str, Recipe] = {
     "rl_loop": Recipe(
         "rl_loop", (*_LOOP, "batch_size=8", "group_size=8", "max_tokens=40", "save_every=4"), 12, "reward/total"
     ),
+    "guess_form": Recipe(
+        "chat_sl.train",
+        (*_MODEL, "dataset=guess.jsonl", "batch_size=8", "learning_rate=5e-4", "save_every=0", "eval_every=0"),
+        6, "train_mean_nll", rises=False,
+    ),
     "guess_number": Recipe(
         "multiplayer_rl.guess_number.train",
         (*_MODEL, "batch_size=2", "group_size=8", "max_tokens=12", "learning_rate=5e-4", "eval_every=0"),
-        6, _REWARD,
+        6, _REWARD, taught_by="guess_form",
     ),
     "dpo": Recipe(
         "preference.dpo.train", (*_MODEL, "dataset=hhh", "batch_size=8", "learning_rate=2e-4"),
@@ -117,7 +126,7 @@ def in_order(names: Iterable[str]) -> list[str]:
     """Each recipe once, after the one whose checkpoint it takes. Example: in_order(["on_policy_distillation"])"""
     ordered: dict[str, None] = {}
     for name in names:
-        before = RECIPES[name].after
+        before = RECIPES[name].after or RECIPES[name].taught_by
         ordered.update(dict.fromkeys([name] if before is None else [before, name]))
     return list(ordered)
 
@@ -133,6 +142,7 @@ def lay_out(folder: pathlib.Path) -> None:
     ]
     chats = [{"messages": turn, "prompt": turn[0]["content"], "category": "sums"} for turn in turns]
     write_rows(folder / "conv.jsonl", chats)
+    write_rows(folder / "guess.jsonl", [{"messages": game(draw)} for _ in sums])
     asked = "\n\nHuman: What is {} + {}?\n\nAssistant: {}"
     # Right, in the form that rl_loop asks for, has to happen now and then, or there is nothing to learn from.
     small = [(draw.randrange(1, 4), draw.randrange(1, 4)) for _ in sums]
@@ -150,6 +160,17 @@ def lay_out(folder: pathlib.Path) -> None:
         "---\nconfigs:\n- config_name: main\n  data_files:\n"
         "  - split: train\n    path: main/train.jsonl\n  - split: test\n    path: main/test.jsonl\n---\n"
     )
+
+
+def game(draw: random.Random) -> list[dict[str, str]]:
+    """A number guessed without thought, in the form that guess_number asks for: left to itself, a model of 135 M
+    parameters never writes it, and all rewards are one number."""
+    rules = "Guess an integer between 0 and 1024. Output it as Guess: <guess> and say nothing else."
+    turns = [{"role": "system", "content": rules}]
+    for _ in range(3):
+        turns.append({"role": "assistant", "content": f"Guess: {draw.randrange(1025)}"})
+        turns.append({"role": "user", "content": draw.choice(("Too low", "Too high"))})
+    return turns[:-1]
 
 
 def write_rows(path: pathlib.Path, rows: Iterable[Mapping[str, object]]) -> None:
@@ -264,25 +285,53 @@ def lay_out_tokenizer(model: str, folder: pathlib.Path, alias: str) -> str:
     return name
 
 
+def lay_out_taught(model: str, adapter: pathlib.Path, folder: pathlib.Path) -> str:
+    """A model folder: the base model with the adapter merged in. The unembedding stays as it was, and tied."""
+    from locojax.models.hub import load_model
+    from locojax.models.peft import load_adapter
+    from locojax.models.weights import save_directory
+
+    base = load_model(model)
+    lora, tree = load_adapter(adapter, base.spec)
+    layers = {
+        name: leaf + lora.scale * tree[name]["a"] @ tree[name]["b"] if name in tree else leaf
+        for name, leaf in base.params["layers"].items()
+    }
+    save_directory(folder, {**base.params, "layers": layers}, base.spec, base.config)
+    base.tokenizer.save(folder)
+    return str(folder)
+
+
 def run_all(
     python: str, model: str, recipes: Iterable[str], renderer: str, steps: int | None = None
 ) -> Iterator[dict[str, object]]:
-    """Each recipe's result, against one server of `model`."""
+    """Each recipe's result: all against one server of `model`, but for those that ask for a taught one."""
     alias = ALIASES[renderer]
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
-        clients, server = folder / "clients", folder / "server"
+        clients = folder / "clients"
         clients.mkdir()
-        server.mkdir()
         lay_out(clients)
         names = {"model": lay_out_tokenizer(model, clients, alias), "alias": alias, "renderer": renderer}
         model = str(pathlib.Path(model).resolve()) if pathlib.Path(model).exists() else model
-        with serve(model, server, ["--name", names["model"], "--alias", alias]) as served:
-            for one in in_order(recipes):
-                result = run_recipe(one, python, served.url, names, clients, steps)
-                if result["status"]:
-                    result["server"] = tail(server / "server.log")
-                yield result
+
+        def run_against(base: str, some: Sequence[str], server: pathlib.Path) -> Iterator[dict[str, object]]:
+            server.mkdir()
+            with serve(base, server, ["--name", names["model"], "--alias", alias]) as served:
+                for one in some:
+                    result = run_recipe(one, python, served.url, names, clients, steps)
+                    if result["status"]:
+                        result["server"] = tail(server / "server.log")
+                    yield result
+
+        ordered = in_order(recipes)
+        yield from run_against(model, [one for one in ordered if RECIPES[one].taught_by is None], folder / "server")
+        for one in ordered:
+            if (teacher := RECIPES[one].taught_by) is not None:
+                path = TinkerPath.parse(last_checkpoints(clients / f"runs/{teacher}")["sampler"])
+                adapter = CheckpointFiles(folder / "server" / "data").directory(path)
+                taught = lay_out_taught(model, adapter, folder / f"taught-{one}")
+                yield from run_against(taught, [one], folder / f"server-{one}")
 
 
 def main() -> int:

@@ -7,10 +7,18 @@ import os
 import pathlib
 import shlex
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
 from conformance import recipes
 from conformance.server import ROOT
+
+from locojax.models.decoder import forward
+from locojax.models.hub import load_model
+from locojax.models.lora import Adapters, LoraSpec, init_adapter
+from locojax.models.peft import save_adapter
 
 pytestmark = pytest.mark.extended
 
@@ -28,9 +36,27 @@ def test_every_recipe_is_spelled_out() -> None:
 
 def test_a_recipe_runs_after_the_one_whose_checkpoint_it_takes() -> None:
     assert recipes.in_order(["on_policy_distillation"]) == ["chat_sl", "on_policy_distillation"]
+    assert recipes.in_order(["guess_number"]) == ["guess_form", "guess_number"]
     assert recipes.in_order(["chat_sl", "dpo", "on_policy_distillation"]) == [
         "chat_sl", "dpo", "on_policy_distillation",
     ]  # fmt: skip
+
+
+def test_a_taught_model_is_the_base_with_the_adapter_merged_in(tmp_path: pathlib.Path) -> None:
+    base = load_model(str(tiny.write_tiny_model(tmp_path / "tiny")))
+    lora = LoraSpec(4, alpha=8.0, unembed=True)
+    tree = jax.tree.map(lambda leaf: np.full(leaf.shape, 0.05, np.float32), init_adapter(base.spec, lora, 0))
+    save_adapter(tmp_path / "adapter", tree, lora, base.spec, base_model="tiny")
+    folder = recipes.lay_out_taught(str(tmp_path / "tiny"), tmp_path / "adapter", tmp_path / "taught")
+    taught = load_model(folder)
+    assert taught.spec == base.spec
+    place = jnp.arange(6, dtype=jnp.int32)[None]
+    rows = base.spec, place + 3, place, jnp.full((1, 6), 6, jnp.int32)
+    del tree["head"]
+    params, layers = jax.tree.map(jnp.asarray, (base.params, tree))
+    expected, _ = forward(params, *rows, adapters=Adapters(layers, jnp.float32(lora.scale)))
+    np.testing.assert_allclose(forward(jax.tree.map(jnp.asarray, taught.params), *rows)[0], expected, atol=1e-4)
+    assert not np.allclose(forward(params, *rows)[0], expected, atol=1e-2)
 
 
 def test_first_and_last_are_quarters() -> None:
