@@ -139,5 +139,6 @@ class RowsMemory(PagedPrompts):
     def _check(self, count: int, num_tokens: int) -> None:
         longest = max(num_tokens, self._longest())
         if not self._fits(count, longest):
+            usable = {rows: self.capacities[rows] for rows in self.rows.sizes}
             raise CapacityError("The KV memory is full", got=f"{count} samples of up to {longest} tokens",
-                                expected=f"rows: tokens of each at most {self.capacities}")  # fmt: skip
+                                expected=f"rows: tokens of each at most {usable}")  # fmt: skip
