@@ -82,7 +82,7 @@ RECIPES: Mapping[str, Recipe] = {
     "math_rl": Recipe("math_rl.train", _ARITHMETIC, 24, _REWARD, after="chat_sl"),
     "math_rl_importance_sampling": Recipe(
         "math_rl.train", (*_ARITHMETIC, "loss_fn=importance_sampling", "compute_post_kl=True", "num_substeps=2"),
-        16, _REWARD, after="chat_sl",
+        32, _REWARD, after="chat_sl",
     ),
     "math_rl_async": Recipe(
         "math_rl.train", (*_ARITHMETIC, "max_steps_off_policy=2"), 24, _REWARD, after="chat_sl"
