@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from locojax.models import executables
-from locojax.models.executables import Executables
+from locojax.models.executables import Executables, Program
 from locojax.models.lora import Adapters
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -99,7 +100,7 @@ def test_what_is_not_urgent_is_read_behind(tmp_path, monkeypatch):
     assert urgent.compiled.done()
 
 
-def some_kept(folder: pathlib.Path, num: int) -> tuple[Executables, list[executables.Program]]:
+def some_kept(folder: pathlib.Path, num: int) -> tuple[Executables, list[Program]]:
     """Programs that an earlier process kept, begun where there is no leisure."""
     for n in range(num):
         made(folder, Double(), number=n)
@@ -122,6 +123,23 @@ def test_a_program_that_is_called_is_read_at_once_and_the_others_at_leisure(tmp_
     while programs.num_behind and time.monotonic() < until:
         time.sleep(0.01)
     assert programs.num_behind == 0
+
+
+def test_an_entry_that_went_away_before_it_was_read_is_made_again(tmp_path):
+    programs, (program,) = some_kept(tmp_path, 1)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    np.testing.assert_array_equal(program.result()(ADAPTERS, X)["y"], 2 * X)
+    assert any(tmp_path.iterdir())
+
+
+def test_what_a_program_was_made_from_is_let_go():
+    large = np.zeros(10)
+    seen = weakref.ref(large)
+    program = Program(None, partial(np.sum, large), kept=False)
+    del large
+    assert seen() is not None
+    assert program.result() == 0.0 and seen() is None
 
 
 def test_what_is_waited_for_needs_no_leisure(tmp_path):

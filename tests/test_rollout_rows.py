@@ -163,7 +163,11 @@ def test_what_fails_of_the_shapes_between_is_said_and_costs_nothing_else(caplog)
     made = server()
     made.compiler.leisure.clear()
     made.warm_up_server()
-    made._spare[0].compiled.set_exception(RuntimeError("no room"))
+
+    def fail():
+        raise RuntimeError("no room")
+
+    made._spare[0]._make = fail
     made.compiler.leisure.set()
     made._spare[-1].compiled.result(60)
     made.generate(some("a", 10))

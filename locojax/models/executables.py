@@ -61,17 +61,19 @@ class Program:
     def __init__(self, out_info: Any, make: Callable[[], Any], *, kept: bool):
         self.out_info, self.kept = out_info, kept
         self.compiled: Future[Any] = Future()
-        self._make, self._lock = make, threading.Lock()
+        self._make: Callable[[], Any] | None = make
+        self._lock = threading.Lock()
 
     def make(self) -> None:
         """Returns when it is there, or its failure is: made here, if no other thread has begun to."""
         with self._lock:
-            if self.compiled.done():
+            if self._make is None:
                 return
             try:
                 self.compiled.set_result(self._make())
             except Exception as error:  # told to whoever asks for it, on whatever thread it was made
                 self.compiled.set_exception(error)
+            self._make = None  # what it was made from takes megabytes
 
     def result(self) -> Any:
         """The executable, at once if need be: those begun before it aren't waited for. Raises what went wrong."""
@@ -112,7 +114,8 @@ class Executables:
         path = self._path(name, args, static)
         entry = None if path is None else _read(path)
         if path is not None and entry is not None:
-            program = Program(entry["out_info"], partial(self._load, entry, path, lower), kept=True)
+            out_info = entry["out_info"]
+            program = Program(out_info, partial(self._load, path, lower, out_info), kept=True)
         else:
             lowered = lower()
             out_info = jax.tree.map(lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info)
@@ -199,13 +202,16 @@ class Executables:
         same = _digest(self._here, lowered.as_text(), str(lowered.in_tree), str(lowered.out_tree))
         return path, path.with_name(f"{path.name.rpartition('-')[0]}-{same}")
 
-    def _load(self, entry: Mapping[str, Any], path: pathlib.Path, lower: Lower) -> Any:
+    def _load(self, path: pathlib.Path, lower: Lower, out_info: Any) -> Any:
+        entry = _read(path)  # again: until it is needed, only its place is kept in memory
         try:
-            loaded = _loaded(entry)
+            loaded = None if entry is None else _loaded(entry)
         except UNREADABLE as error:
             log.warning("the compiled program %s can't be loaded and is made again: %s", path.name, error)
+            loaded = None
+        if loaded is None:
             lowered = lower()
-            return _compile(lowered, entry["out_info"], self._names(path, lowered))
+            return _compile(lowered, out_info, self._names(path, lowered))
         with contextlib.suppress(OSError):
             os.utime(path)
         return loaded
