@@ -147,7 +147,9 @@ class Server:
     def wait_until_settled(self, deadline: float = 600.0) -> None:
         """Until the engine has nothing left to compile or read in its spare time."""
         end = time.monotonic() + deadline
-        while time.monotonic() < end and self._metric("locojax_engine", "num_programs_behind") != 0:
+        while (behind := self._metric("locojax_engine", "num_programs_behind")) != 0:
+            if time.monotonic() > end:
+                raise SystemExit(f"{behind} programs are left after {deadline:.0f} s:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.5)
 
     def _metric(self, family: str, name: str) -> int | None:

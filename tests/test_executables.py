@@ -115,13 +115,10 @@ def test_a_program_that_is_called_is_read_at_once_and_the_others_at_leisure(tmp_
     programs, (first, second, third) = some_kept(tmp_path, 3)
     programs.wait(urgent=[])
     np.testing.assert_array_equal(second.result()(ADAPTERS, X)["y"], 2 * X)
-    assert not first.compiled.done() and not third.compiled.done() and programs.num_behind == 3
+    assert not first.compiled.done() and not third.compiled.done() and programs.num_behind == 2
     programs.leisure.set()
     np.testing.assert_array_equal(third.compiled.result(60)(ADAPTERS, X)["y"], 2 * X)
     assert first.compiled.done()
-    until = time.monotonic() + 10.0
-    while programs.num_behind and time.monotonic() < until:
-        time.sleep(0.01)
     assert programs.num_behind == 0
 
 

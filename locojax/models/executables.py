@@ -71,7 +71,8 @@ class Program:
                 return
             try:
                 self.compiled.set_result(self._make())
-            except Exception as error:  # told to whoever asks for it, on whatever thread it was made
+            # As executors do: tracing runs any code, nobody hears what the thread raises, and `result` raises it again.
+            except Exception as error:
                 self.compiled.set_exception(error)
             self._make = None  # what it was made from takes megabytes
 
@@ -98,7 +99,8 @@ class Executables:
         self.leisure.set()
         self._lock = threading.Lock()
         self._queue: deque[Program] = deque()
-        self._works, self._num_making = False, 0
+        self._works = False
+        self._making: Program | None = None  # the last that the thread took
         self._started: list[Program] = []
         self._here: tuple[str, ...] | None = None  # what every key has in it, and the source's digest: made when first
         self._source = ""  # asked for
@@ -127,9 +129,10 @@ class Executables:
 
     @property
     def num_behind(self) -> int:
-        """Programs that are yet to be compiled or read by the thread."""
+        """Programs that are yet to be compiled or read."""
         with self._lock:
-            return len(self._queue) + self._num_making
+            left = [*self._queue, self._making]
+        return sum(program is not None and not program.compiled.done() for program in left)
 
     def later(self, make: Callable[[], Any]) -> Program:
         """Has the thread call `make` too, after what has been begun; `wait` doesn't wait for it."""
@@ -176,11 +179,9 @@ class Executables:
             if not self.leisure.wait(0.2):
                 continue
             with self._lock:
-                taken = [self._queue.popleft()] if self._queue else []
-                self._num_making = len(taken)
-            for program in taken:
+                program = self._making = self._queue.popleft() if self._queue else None
+            if program is not None:
                 program.make()
-            self._num_making = 0
 
     def _path(self, name: str, args: tuple[Any, ...], static: Mapping[str, Any]) -> pathlib.Path | None:
         if self._folder is None:
