@@ -21,9 +21,9 @@ from locojax.hosts.serving_settings import ServeSettings
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def start(settings, address, **environment):
+def start(settings, address, program=("-m", "locojax.hosts.serving"), **environment):
     return subprocess.Popen(
-        [sys.executable, "-m", "locojax.hosts.serving", settings.to_json(), str(address)],
+        [sys.executable, *program, settings.to_json(), str(address)],
         env={**os.environ, AUTHKEY_VARIABLE: KEY.hex(), "JAX_PLATFORMS": "cpu", **environment}, cwd=ROOT,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -67,6 +67,39 @@ def test_a_signal_while_it_loads_ends_it_at_once(settings, tmp_path):
                 break
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert "Traceback" not in errors
+
+
+LOADS_IN_A_CALLBACK = """
+import gc, sys, time
+import locojax.hosts.serving_start as serving_start
+from locojax.hosts.serving import main
+
+def start(settings, link, clock, counter, progress):
+    gc.callbacks.append(lambda *_: time.sleep(0.2))
+    progress("loading in a callback")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        gc.collect()
+    raise RuntimeError("the signal was lost")
+
+serving_start.start = start
+sys.exit(main(sys.argv[1], sys.argv[2]))
+"""
+
+
+def test_a_signal_is_not_lost_in_a_callback_that_swallows_what_a_handler_raises(settings, tmp_path):
+    process = start(settings, tmp_path / "e.sock", program=("-c", LOADS_IN_A_CALLBACK))
+    try:
+        for line in process.stderr:
+            if "loading in a callback" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert not (tmp_path / "e.sock").exists()
     finally:
         process.kill()
         _, errors = process.communicate()

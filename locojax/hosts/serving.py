@@ -9,15 +9,15 @@ model to ask. Nothing here imports jax before `run_engine` is called, so that `m
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pathlib
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Mapping
-from types import FrameType
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from locojax.config import cache_folder
 from locojax.errors import ConfigError, LocoError
@@ -56,8 +56,6 @@ def main(settings_json: str, address: str) -> int:
     except RuntimeError:
         log.exception("the engine can't go on")
         return 1
-    except SystemExit as stop:  # a signal that came while it was loading
-        return int(stop.code or 0)
     return 0
 
 
@@ -70,8 +68,7 @@ def run_engine(settings: ServeSettings, address: str, authkey: bytes) -> None:
     """
     clock = PhaseClock()
     link = Link(address, authkey)
-    before = _take_signals(link)
-    try:
+    with _signals(link), contextlib.closing(link):
 
         def progress(doing: str) -> None:
             log.info("%s", doing)
@@ -85,10 +82,6 @@ def run_engine(settings: ServeSettings, address: str, authkey: bytes) -> None:
             loop = start(settings, link, clock, counter, progress)
             log.info("ready after %.1f s", clock.elapsed)
             loop.run()
-    finally:
-        link.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _authkey(environment: Mapping[str, str]) -> bytes:
@@ -106,17 +99,42 @@ def _authkey(environment: Mapping[str, str]) -> bytes:
     return key
 
 
-def _take_signals(link: Link) -> dict[int, Any]:
-    """SIGTERM and SIGINT become Shutdown; before there is a loop to take it, they end the process at once."""
+@contextlib.contextmanager
+def _signals(link: Link) -> Iterator[None]:
+    """SIGTERM and SIGINT become Shutdown; before there is a loop to take it, they end the process at once.
+
+    A thread of its own hears of them. The main thread is XLA's for minutes, in which no handler runs, and what a
+    handler raises there is lost if it happens to run inside a callback, such as jax's at each garbage collection.
+    """
     if threading.current_thread() is not threading.main_thread():
-        return {}  # Python delivers signals to the main thread only
+        yield  # Python delivers signals to the main thread only
+        return
+    hears, told = socket.socketpair()
+    told.setblocking(False)
+    taken = (signal.SIGTERM, signal.SIGINT)
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        if not link.is_ready:
-            raise SystemExit(0)
-        link.inbox.put(Shutdown())
+    def hear() -> None:
+        while number := hears.recv(1):  # what Python writes for a signal, in whichever thread: its number
+            if number[0] not in taken:
+                continue
+            if not link.is_ready:
+                link.close()
+                os._exit(0)
+            link.inbox.put(Shutdown())
 
-    return {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, lambda *_: None) for number in taken}
+    descriptor = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    listener = threading.Thread(target=hear, name="signals", daemon=True)
+    listener.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        told.close()
+        listener.join()
+        hears.close()
 
 
 if __name__ == "__main__":
