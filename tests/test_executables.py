@@ -210,7 +210,7 @@ def test_what_a_program_depends_on_tells_it_apart(tmp_path, args, static):
     assert other.num_traced == 1
 
 
-@pytest.mark.parametrize("of", ["_source", "_processor"])
+@pytest.mark.parametrize("of", ["_source", "processor"])
 def test_new_source_or_another_processor_is_another_program(tmp_path, monkeypatch, of):
     made(tmp_path, Double())
     monkeypatch.setattr(executables, of, lambda: "other")

@@ -14,26 +14,28 @@ from locojax.rollout import head
 from locojax.rollout.programs import pick_adapters
 from locojax.rollout.sampling import SamplerRows, WholeLogits, key_of, likeliest, sample_from
 
-B, V, RANK, ADAPTERS = 64, 1375, 4, 3
+B, RANK, ADAPTERS = 64, 4, 3
 NARROW = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V, "hidden_size": 32,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
     "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
     "tie_word_embeddings": True, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
 
-@pytest.fixture
-def model(monkeypatch):
-    """Weights, hidden states, stacked adapters of random numbers; the vocabulary of 5 blocks in 2 chunks of 3."""
-    monkeypatch.setattr(head, "LOGITS_IN_CACHE", 50_000)
-    spec = ModelSpec.from_hf_config(NARROW)
+@pytest.fixture(params=[(1375, 50_000, 3), (2944, 70_000, 6)], ids=str)
+def model(monkeypatch, request):
+    """Weights, hidden states, stacked adapters of random numbers; a vocabulary in chunks of so many blocks. A chunk of
+    6 x 184 would itself be cut into other blocks."""
+    V, in_cache, blocks = request.param
+    monkeypatch.setattr(head, "LOGITS_IN_CACHE", in_cache)
+    spec = ModelSpec.from_hf_config(NARROW | {"vocab_size": V})
     weights = decoder.unstack(decoder.init_params(spec, jax.random.key(0)), spec, jnp.float32)
     stack = empty_stack(spec, RANK, ADAPTERS, jnp.float32)
     keys = iter(jax.random.split(jax.random.key(1), 64))
     tree = jax.tree.map(lambda leaf: 0.3 * jax.random.normal(next(keys), leaf.shape), stack.tree)
     adapters = dataclasses.replace(stack, tree=tree, scale=jnp.asarray([1.0, 0.5, 2.0]))
     hidden = 3 * jax.random.normal(jax.random.key(2), (B, 32))
-    assert V % (head.chunk_size(V, 32, B) or V)
+    assert head.chunk_size(V, 32, B) == blocks * head.block_size(V) and V % head.chunk_size(V, 32, B)
     return weights, hidden, adapters
 
 
@@ -60,6 +62,7 @@ def test_chunks_find_what_the_whole_says(model, index):
     found = [jax.tree.leaves(each.masses(scale, scale == 1)) for each in (chunked, plain)]
     for ours, expected in zip(*found, strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+    V = plain.values().shape[1]
     blocks = jnp.arange(B, dtype=jnp.int32) % (V // head.block_size(V))
     np.testing.assert_allclose(chunked.block(blocks), plain.block(blocks), rtol=1e-5, atol=1e-5)
 

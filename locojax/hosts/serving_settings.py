@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Literal
+from typing import Literal, get_args
 
 from locojax.errors import ConfigError
-from locojax.types import LogprobsOf
+from locojax.types import Kernels, LogprobsOf
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -29,6 +29,7 @@ class ServeSettings:
       rows: rows of a micro-batch; tenants share it row by row.
       compute_dtype: of training; auto: see `training.platform.auto_dtype`. sample_dtype: of sampling, likewise.
       remat: see `TrainerSettings.remat`.
+      kernels: whose products and attention: see `native.build`.
       max_context: prompt and completion together; None: the model's own.
       kv_bytes: for keys and values; auto: see `serving_memory.auto_kv_bytes`.
       max_slots, min_rows, max_prefill_tokens, max_iterations: see `EngineSettings`; the iterations are those of one
@@ -51,6 +52,7 @@ class ServeSettings:
     compute_dtype: Dtype = "auto"
     sample_dtype: Dtype = "auto"
     remat: str = "linear"
+    kernels: Kernels = "auto"
     max_context: int | None = None
     kv_bytes: int | Literal["auto"] = "auto"
     max_slots: int = 128
@@ -80,6 +82,8 @@ class ServeSettings:
         for name in ("compute_dtype", "sample_dtype"):
             if getattr(self, name) not in ("auto", "float32", "bfloat16"):
                 raise ConfigError(f"Unknown {name} {getattr(self, name)!r}", expected="auto, float32 or bfloat16")
+        if self.kernels not in get_args(Kernels):
+            raise ConfigError(f"Unknown kernels {self.kernels!r}", expected="auto, native or xla")
         if self.logprobs_of not in ("raw", "tempered"):
             raise ConfigError(f"Unknown logprobs_of {self.logprobs_of!r}", expected="raw or tempered")
 

@@ -25,6 +25,7 @@ from locojax.models import decoder
 from locojax.models.hub import LoadedModel, load_model
 from locojax.models.lora import empty_stack
 from locojax.models.spec import ModelSpec
+from locojax.native import build as native
 from locojax.rollout.engine import Engine
 from locojax.rollout.settings import EngineSettings
 from locojax.training.losses import LOSSES
@@ -170,6 +171,7 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
             max_context=settings.max_context,
             logprobs_of=settings.logprobs_of,
             dtype=dtype,
+            kernels=settings.kernels,
         ),
         model.tokenizer,
         phase=clock.phase,
@@ -177,10 +179,12 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
     stack = empty_stack(model.spec, settings.max_rank, settings.max_resident_samplers + 1, jnp.dtype(dtype))
     # The table is the largest array that both sides have in one form: no copy if it is of this dtype already.
     embed = jnp.asarray(model.params["embed"], jnp.dtype(dtype))
-    engine.load({**_all_but_the_table(model.params, model.spec, dtype), "embed": embed}, 0, stack)
+    packed = native.chosen(settings.kernels, dtype)
+    engine.load({**_all_but_the_table(model.params, model.spec, dtype, packed), "embed": embed}, 0, stack)
     return engine
 
 
-@partial(jax.jit, static_argnames=("spec", "dtype"))
-def _all_but_the_table(params: Tree, spec: ModelSpec, dtype: str) -> Tree:
-    return {name: leaf for name, leaf in decoder.unstack(params, spec, jnp.dtype(dtype)).items() if name != "embed"}
+@partial(jax.jit, static_argnames=("spec", "dtype", "packed"))
+def _all_but_the_table(params: Tree, spec: ModelSpec, dtype: str, packed: bool) -> Tree:
+    tree = decoder.unstack(params, spec, jnp.dtype(dtype), packed=packed)
+    return {name: leaf for name, leaf in tree.items() if name != "embed"}

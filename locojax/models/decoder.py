@@ -24,6 +24,7 @@ from locojax.models.dense import dense, head_product
 from locojax.models.lora import Adapters, OfLayer, add_deltas
 from locojax.models.remat import LAYER_INPUT, LINEAR, POLICIES
 from locojax.models.spec import INIT_STD, ModelSpec, Parameter, RopeSpec, parameters
+from locojax.native.ops import Packed, pack, packs
 
 Params = Mapping[str, Any]
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -270,12 +271,13 @@ def embed(params: Params, tokens: Array, dtype: DTypeLike) -> Array:
 
 
 def head_weight(params: Params) -> Array:
-    """The unembedding [D, V]: its own array, or the embedding transposed when tied."""
+    """The unembedding [D, V] of a stacked tree: its own array, or the embedding transposed when tied."""
     return params["head"] if "head" in params else params["embed"].T
 
 
-def unembedding(params: Params) -> Array:
-    """The unembedding as decoding reads it, [V, D]: of `unstack`'s tree its own array or the tied embedding."""
+def unembedding(params: Params) -> Array | Packed:
+    """The unembedding as decoding reads it, [V, D]: of `unstack`'s tree its own array or the tied embedding. Packed, it
+    is [D, V]."""
     if UNEMBED in params:
         return params[UNEMBED]
     return params["head"].T if "head" in params else params["embed"]
@@ -283,8 +285,7 @@ def unembedding(params: Params) -> Array:
 
 def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> Array:
     """Final hidden states [R, T, D] -> fp32 logits [R, T, V]. Sampling and tests; training uses `logprobs`."""
-    weight = unembedding(params).astype(hidden.dtype)
-    out = head_product(hidden, weight)
+    out = head_product(hidden, unembedding(params))
     head = None if adapters is None else adapters.split()[1]
     if adapters is not None and head is not None:
         (out,) = add_deltas([out], hidden, [head], adapters)
@@ -302,21 +303,26 @@ def join(layer: Params) -> dict[str, Array]:
     return layer
 
 
-def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike) -> dict[str, Any]:
+def unstack(params: Params, spec: ModelSpec, dtype: DTypeLike, *, packed: bool = False) -> dict[str, Any]:
     """The tree decoding wants: layers as a list, cast once, and a head that isn't tied as `UNEMBED`, [V, D].
+
+    With `packed`, matrices as the C++ kernels read them, and the head is one of its own though it be tied.
 
     Weights that read the same input are joined along their outputs: at decoding's few rows, one wide GEMM runs at up to
     twice the rate of the narrow ones it replaces.
     """
 
-    def one(i: int) -> dict[str, Array]:
-        return join({name: leaf[i].astype(dtype) for name, leaf in params["layers"].items()})
+    def one(i: int) -> dict[str, Any]:
+        layer = join({name: leaf[i].astype(dtype) for name, leaf in params["layers"].items()})
+        return {name: pack(leaf) if packed and packs(leaf.shape) else leaf for name, leaf in layer.items()}
 
     tree = {
         "embed": params["embed"].astype(dtype),
         "layers": [one(i) for i in range(spec.num_layers)],
         "final_norm": params["final_norm"].astype(dtype),
     }
+    if packed and packs(head_weight(params).shape):
+        return tree | {UNEMBED: pack(head_weight(params).astype(dtype))}
     return tree | ({UNEMBED: params["head"].T.astype(dtype)} if "head" in params else {})
 
 

@@ -14,6 +14,9 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from locojax.native import ops
+from locojax.native.ops import Packed
+
 
 def as_two(x: Array, axis: int, product: Callable[[Array], Array]) -> Array:
     """product(x), whose `axis` are rows of a matrix product's left side, given two where there is one that is narrow.
@@ -34,13 +37,15 @@ def matmul(x: Array, w: Array) -> Array:
     return as_two(x, 0, lambda x: x @ w)
 
 
-def head_product(x: Array, w: Array) -> Array:
-    """f32 x [..., D] @ w.T, w [V, D] of x's dtype: the logits of an unembedding that lies vocabulary first.
+def head_product(x: Array, w: Array | Packed) -> Array:
+    """f32 x [..., D] @ w.T, w [V, D]: the logits of an unembedding that lies vocabulary first, or packed, [D, V].
 
     On CPU the product with x.T is up to three times as fast as its twin with a few dozen rows of fp32 (without AVX-512;
     with it they are level), and a quarter of its speed in bf16, where it goes through a copy of w in fp32.
     """
-    flat = x.reshape(-1, x.shape[-1])
+    if isinstance(w, Packed):
+        return ops.matmul(x, w, jnp.float32)
+    flat, w = x.reshape(-1, x.shape[-1]), w.astype(x.dtype)
     if x.dtype == jnp.float32:
         out = jnp.matmul(w, flat.T).T
     else:
@@ -52,12 +57,14 @@ INNER = "inner"
 """Name, for remat policies, of an adapter's inner activation, scale * x @ a: few columns, dear to make again."""
 
 
-def dense(x: Array, w: Array, w_t: Array | None = None, *, train: bool = True) -> Array:
-    """x [..., D] @ w [D, F], in x's dtype.
+def dense(x: Array, w: Array | Packed, w_t: Array | None = None, *, train: bool = True) -> Array:
+    """x [..., D] @ w [D, F], in x's dtype. Packed, it has no backward pass.
 
     With `w_t` [F, D], the transpose as an array of its own, the backward pass multiplies by that: on CPU `g @ w.T` runs
     at half the speed of `g @ w_t`. It takes no gradient. `train` False: w gets none either, and x is not kept for it.
     """
+    if isinstance(w, Packed):
+        return ops.matmul(x, w)
     w = w.astype(x.dtype)
     if w_t is None:
         return matmul(x, w)

@@ -328,11 +328,12 @@ def _machine() -> tuple[str, ...]:
     config = (jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, jax.config.jax_debug_nans)
     return (
         jax.__version__, jaxlib.__version__, device.platform, device.device_kind, str(jax.device_count()),
-        str(config), os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _processor(),
+        str(config), os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), processor(),
     )  # fmt: skip
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The CPU's features, as the kernel lists them; "" where it doesn't."""
     try:
         lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux: the device's kind must do

@@ -19,6 +19,7 @@ from jax import Array
 from locojax.models import decoder
 from locojax.models.lora import Adapters
 from locojax.models.unembedding import LOGITS_IN_CACHE
+from locojax.native.ops import PANEL, Packed, PackedHead
 from locojax.rollout.sampling import BlockMasses, Logits, WholeLogits, block_size, masses_of
 from locojax.rollout.settings import PLAIN_ROWS
 
@@ -26,6 +27,11 @@ from locojax.rollout.settings import PLAIN_ROWS
 def logits(weights: decoder.Params, hidden: Array, adapters: Adapters | None) -> Logits:
     """What final hidden states [B, D] predict. weights: as `decoder.unstack` makes them."""
     head = decoder.unembedding(weights)
+    if isinstance(head, Packed):
+        inputs = _packed_head(head, hidden.shape[0], adapters)
+        if inputs is None:
+            return WholeLogits(decoder.logits(weights, hidden[:, None], adapters)[:, 0])
+        return PackedLogits(inputs, hidden)
     (V, D), B = head.shape, hidden.shape[0]
     chunk = chunk_size(V, D, B)
     if chunk is None or not (adapters is None or adapters.present is not None):
@@ -43,6 +49,47 @@ def chunk_size(V: int, D: int, B: int) -> int | None:
     return math.ceil(V / num_chunks / S) * S
 
 
+def _packed_head(head: Packed, B: int, adapters: Adapters | None) -> PackedHead | None:
+    """The C++ kernels' inputs for B rows; None: they can't do that."""
+    D, V = head.shape
+    if V % block_size(V) or block_size(V) % PANEL:
+        return None
+    part = None if adapters is None else adapters.split()[1]
+    if adapters is None or part is None:
+        nothing = jnp.zeros((0, D, 0), jnp.bfloat16), jnp.zeros((0, 0, V), jnp.bfloat16), jnp.zeros(0, jnp.float32)
+        return PackedHead(head, *nothing, jnp.full(B, -1, jnp.int32))
+    a, b = part["a"], part["b"]
+    if a.dtype != jnp.bfloat16:  # a narrower copy of all adapters at each token would cost more than it saves
+        return None
+    if adapters.present is not None:
+        which = jnp.where(adapters.index > 0, adapters.index, -1)
+        return PackedHead(head, a, b, adapters.scale.astype(jnp.float32), which)
+    if adapters.index is not None or adapters.scale.ndim:
+        return None
+    return PackedHead(head, a[None], b[None], adapters.scale.astype(jnp.float32)[None], jnp.zeros(B, jnp.int32))
+
+
+class PackedLogits:
+    """Logits that the C++ kernels compute where they are asked for."""
+
+    def __init__(self, head: PackedHead, hidden: Array):
+        self._head, self._hidden = head, hidden
+        self._num_blocks = head.weight.num_columns // block_size(head.weight.num_columns)
+
+    def masses(self, scale: Array, plain: Array) -> tuple[BlockMasses, Array]:
+        """See `Logits.masses`."""
+        largest, mass, own = self._head.masses(self._hidden, scale, self._num_blocks)
+        return BlockMasses(largest, mass), own
+
+    def values(self) -> Array:
+        """See `Logits.values`."""
+        return self._head.values(self._hidden)
+
+    def block(self, index: Array) -> Array:
+        """See `Logits.block`."""
+        return self._head.block(self._hidden, index, self._head.weight.num_columns // self._num_blocks)
+
+
 class ChunkedLogits:
     """Logits that are computed where they are asked for: rows of the head [V, D] times hidden states [B, D]."""
 
@@ -56,7 +103,7 @@ class ChunkedLogits:
 
         def step(c: Array, carry: tuple[BlockMasses, Array]) -> tuple[BlockMasses, Array]:
             start = jnp.minimum(c * C, V - C)
-            found = masses_of(self._of_chunk(start), scale, plain)
+            found = masses_of(self._of_chunk(start), S, scale, plain)
             put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=start // S, axis=1)
             return jax.tree.map(put, carry, found)
 

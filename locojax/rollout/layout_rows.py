@@ -22,6 +22,7 @@ from jax import Array
 
 from locojax.models import attention
 from locojax.models.spec import ModelSpec
+from locojax.native import ops
 from locojax.rollout.layouts import Cache, Destination, Tables, placed, storable, zeros
 from locojax.rollout.pages import Moves, PromptBlock, Shape, SlotBlock, power_of_two
 from locojax.rollout.prefill import Packed
@@ -41,6 +42,7 @@ class RowsLayout:
     page_size: int
     max_prompts: int  # stored by one prefill program
     max_context: int
+    native: bool = False  # attention by the C++ kernel
 
     pins_shapes = True
 
@@ -180,7 +182,8 @@ class RowsLayout:
         position = tables.prompt_len + own
         keys, values = ([_put(x, begin, position, new) for begin, x in _begins(arrays)]
                         for arrays, new in zip(layer, (k, v), strict=True))  # fmt: skip
-        return attention.decode_rows(q, keys, values, position + 1), (tuple(keys), tuple(values))
+        attend = ops.attend_rows if self.native else attention.decode_rows
+        return attend(q, keys, values, position + 1), (tuple(keys), tuple(values))
 
     def store(self, layer: Any, to: Destination, k: Array, v: Array, start: Array | int = 0) -> Any:
         page, place = to.pages

@@ -66,10 +66,9 @@ def block_size(vocab_size: int) -> int:
     return min(divisors, key=lambda d: abs(d - 256)) if divisors else min(256, vocab_size)
 
 
-def _blocks(logits: Array) -> Array:
-    """f32[B, V] -> f32[B, N, S], padded with -inf where V has no good divisor."""
+def _blocks(logits: Array, S: int) -> Array:
+    """f32[B, V] -> f32[B, N, S], padded with -inf where V is no multiple of S."""
     B, V = logits.shape
-    S = block_size(V)
     pad = -V % S
     if pad:
         logits = jnp.pad(logits, ((0, 0), (0, pad)), constant_values=-jnp.inf)
@@ -113,16 +112,16 @@ class WholeLogits:
 
     def masses(self, scale: Array, plain: Array) -> tuple[BlockMasses, Array]:
         """See `Logits`."""
-        return masses_of(self._values, scale, plain)
+        return masses_of(self._values, block_size(self._values.shape[1]), scale, plain)
 
     def block(self, index: Array) -> Array:
         """See `Logits`."""
-        return _pick_row(_blocks(self._values), index)
+        return _pick_row(_blocks(self._values, block_size(self._values.shape[1])), index)
 
 
-def masses_of(logits: Array, scale: Array, plain: Array) -> tuple[BlockMasses, Array]:
-    """`Logits.masses` of logits f32[B, V]."""
-    blocks = _blocks(logits)
+def masses_of(logits: Array, S: int, scale: Array, plain: Array) -> tuple[BlockMasses, Array]:
+    """`Logits.masses` of logits f32[B, V], all of a vocabulary or some of its blocks of S."""
+    blocks = _blocks(logits, S)
     largest = jnp.maximum(jnp.max(blocks, axis=-1), jnp.finfo(jnp.float32).min)  # of nothing but -inf: a mass of 0
     mass = jnp.sum(jnp.exp(blocks - largest[..., None]), axis=-1)
 
@@ -261,10 +260,10 @@ def sample_from(logits: Logits, rows: SamplerRows, logprobs_of: LogprobsOf, trun
     above = _pick_row(chosen, place) - largest
 
     if truncates:
-        values = logits.values()
         truncated = ~greedy & ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0))
 
         def truncate() -> tuple[Array, Array]:
+            values = logits.values()
             scaled = (values - largest[:, None]) * scale[:, None]
             drawn = _draw_truncated(scaled, total, truncated, rows, u)
             of_drawn = jnp.take_along_axis(values, drawn[:, None], axis=-1)[:, 0] - largest

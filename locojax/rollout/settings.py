@@ -14,12 +14,13 @@ from locojax.errors import ConfigError
 from locojax.models.attention import Kernel, kernel_of
 from locojax.models.kernels import ragged_fits
 from locojax.models.spec import ModelSpec
+from locojax.native import build, ops
 from locojax.rollout.layout_rows import RowsLayout
 from locojax.rollout.layouts import Contiguous, Layout, Paged
 from locojax.rollout.pages import ContiguousMemory, KvMemory, PagedMemory
 from locojax.rollout.rows import RowsMemory
 from locojax.rollout.scheduler import Scheduler
-from locojax.types import LogprobsOf
+from locojax.types import Kernels, LogprobsOf
 
 EXACT_ROWS = 64
 """From so many rows up, XLA's fp32 GEMMs on CPU sum in one order whatever their number of rows, so that a sampled
@@ -50,6 +51,7 @@ class EngineSettings:
       dtype: of weights' products and of the stored keys and values. Logits are fp32 always.
       seed: what requests without a seed of their own derive theirs from.
       attention: the form that decoding over pages takes. auto: `tpu` on TPU, if the model's heads allow it.
+      kernels: whether decoding over rows attends by the C++ kernel; see `native.build`.
     """
 
     max_slots: int = 128
@@ -65,6 +67,7 @@ class EngineSettings:
     prefix_cache: bool = True
     seed: int = 0
     attention: Kernel | Literal["auto"] = "auto"
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "min_rows", "max_prefill_tokens", "max_iterations", "kv_bytes", "page_size"):
@@ -117,7 +120,10 @@ def memory_and_layout(spec: ModelSpec, settings: EngineSettings) -> tuple[KvMemo
         context = min(settings.max_context or spec.max_context, spec.max_context)
         rows = RowsMemory(max_tokens, settings.page_size, sizes, max_entries, context, sizes_between(sizes))
         if rows.capacities:
-            return rows, RowsLayout(rows.pool.num_pages, settings.page_size, settings.max_slots, context)
+            native = build.chosen(settings.kernels, jnp.dtype(settings.dtype).name) and ops.attends(
+                spec.num_heads, spec.num_kv_heads, spec.head_dim
+            )
+            return rows, RowsLayout(rows.pool.num_pages, settings.page_size, settings.max_slots, context, native)
     elif max_tokens:
         return ContiguousMemory(max_tokens, sizes, max_entries), Contiguous()
     raise ConfigError(

@@ -1,0 +1,138 @@
+"""Makes the C++ kernels with the machine's own compiler, once, and gives them to jax.
+
+The library is kept beside jax's compiled programs, under a key of what it depends on: the sources, the compiler,
+jaxlib, the processor. Without a compiler nothing is lost but speed: `why_not` says why, and XLA does it all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import jax
+import jaxlib
+
+from locojax.errors import ConfigError
+from locojax.models.executables import beside_jax_cache, processor
+from locojax.training.platform import auto_dtype
+from locojax.types import Kernels
+
+FOLDER = "native"
+"""Where libraries are kept, beside the compiled programs."""
+
+COMPILERS = ("c++", "g++", "clang++")
+"""Looked for in this order, after $CXX."""
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
+KERNELS = (
+    "locojax_matmul_bf16", "locojax_matmul_f32", "locojax_attend_rows", "locojax_head_masses", "locojax_head_values",
+    "locojax_head_block",
+)  # fmt: skip
+COMPILE_SECONDS = 300.0
+
+
+class NoKernels(Exception):
+    """They can't be made here; the text says why, as the end of a sentence."""
+
+
+def why_not(dtype: str) -> str | None:
+    """Why the kernels aren't for this machine and dtype; None: they are, and jax has them from now on."""
+    if jax.default_backend() != "cpu":
+        return "they are for CPUs"
+    if dtype != "bfloat16":
+        return f"they are for bfloat16, and this is {dtype}"
+    if auto_dtype("cpu") != "bfloat16":
+        return "this CPU doesn't multiply bfloat16"
+    return _given()
+
+
+def chosen(kernels: Kernels, dtype: str) -> bool:
+    """Whether to use them. Raises ConfigError where "native" asks for what can't be."""
+    if kernels == "xla":
+        return False
+    reason = why_not(dtype)
+    if reason is not None and kernels == "native":
+        raise ConfigError("The C++ kernels can't be used", got=reason, remedy='Set kernels to "auto" or "xla"')
+    return reason is None
+
+
+@functools.cache  # jax takes a kernel's name once a process
+def _given() -> str | None:
+    try:
+        give_to_jax()
+    except NoKernels as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def give_to_jax() -> None:
+    """The kernels become targets of `jax.ffi.ffi_call`, on any CPU: without AVX-512 BF16 they are right, and slow.
+
+    Raises:
+      NoKernels: there is no compiler, or it failed.
+    """
+    library = _library()
+    try:
+        loaded = ctypes.CDLL(str(library))
+        handlers = {name: jax.ffi.pycapsule(getattr(loaded, name)) for name in KERNELS}
+    except (OSError, AttributeError) as error:
+        raise NoKernels(f"{library} can't be loaded ({error})") from error
+    for name, handler in handlers.items():
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
+
+
+def _library() -> pathlib.Path:
+    compiler = _compiler()
+    place = beside_jax_cache()
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="locojax-")) if place is None else place.with_name(FOLDER)
+    sources = sorted(path for path in pathlib.Path(__file__).parent.iterdir() if path.suffix in (".cc", ".h"))
+    told = _run([compiler, "--version"]), jaxlib.__version__, processor(), *FLAGS, *(p.read_text() for p in sources)
+    path = folder / f"kernels-{hashlib.sha256(repr(told).encode()).hexdigest()[:40]}.so"
+    if path.exists():
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return path
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    wanted = [str(source) for source in sources if source.suffix == ".cc"]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # jax's headers count as the system's: their warnings are none of the user's.
+        _run([compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), *wanted, "-o", str(part)])
+        part.replace(path)
+    except OSError as error:
+        raise NoKernels(f"{path} can't be written ({error.strerror})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+    return path
+
+
+def _compiler() -> str:
+    named = os.environ.get("CXX")
+    found = next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
+    if found is None:
+        missing = f"$CXX, {named}, isn't there" if named else f"there is no C++ compiler ({', '.join(COMPILERS)})"
+        raise NoKernels(missing)
+    return found
+
+
+def _run(command: list[str]) -> str:
+    """What it printed. Raises NoKernels, with the end of what it printed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{command[0]} took more than {COMPILE_SECONDS:g} s") from error
+    except OSError as error:
+        raise NoKernels(f"{command[0]} can't be run ({error.strerror})") from error
+    if done.returncode:
+        end = " ".join(done.stderr.split())[-400:]
+        raise NoKernels(f"{command[0]} ended with exit code {done.returncode}: {end}")
+    return done.stdout

@@ -1,0 +1,190 @@
+// Sixteen fp32 lanes and products of bf16 pairs: AVX-512 BF16 where the compiler targets it, else the same in plain C++,
+// which is slow and there so that the kernels can be tested on any machine.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#if defined(__AVX512BF16__) && defined(__AVX512VL__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define LOCOJAX_AVX512 1
+#else
+#define LOCOJAX_AVX512 0
+#endif
+
+namespace locojax {
+
+using bf16 = uint16_t;
+constexpr int kLanes = 16;
+
+#if LOCOJAX_AVX512
+
+using F32 = __m512;
+using Pairs = __m512bh;  // lane i: the bf16 numbers 2i and 2i + 1
+
+inline F32 Zero() { return _mm512_setzero_ps(); }
+inline F32 Fill(float x) { return _mm512_set1_ps(x); }
+inline F32 Load(const float* from) { return _mm512_loadu_ps(from); }
+inline void Store(float* to, F32 x) { _mm512_storeu_ps(to, x); }
+inline void Store(float* to, F32 x, int count) { _mm512_mask_storeu_ps(to, (1u << count) - 1, x); }
+inline void Store(bf16* to, F32 x, int count) {
+  _mm256_mask_storeu_epi16(to, (1u << count) - 1, (__m256i)_mm512_cvtneps_pbh(x));
+}
+inline Pairs LoadPairs(const bf16* from) { return (Pairs)_mm512_loadu_si512(from); }
+inline Pairs FillPair(const bf16* from) {
+  int32_t pair;
+  std::memcpy(&pair, from, sizeof pair);
+  return (Pairs)_mm512_set1_epi32(pair);
+}
+// sum + a[2i] * b[2i] + a[2i + 1] * b[2i + 1] in lane i.
+inline F32 Dot(F32 sum, Pairs a, Pairs b) { return _mm512_dpbf16_ps(sum, a, b); }
+inline F32 Evens(Pairs x) { return _mm512_castsi512_ps(_mm512_slli_epi32((__m512i)x, 16)); }
+inline F32 Odds(Pairs x) {
+  return _mm512_castsi512_ps(_mm512_and_si512((__m512i)x, _mm512_set1_epi32(int32_t(0xffff0000u))));
+}
+// What Evens and Odds take apart, in bf16.
+inline void StoreBoth(bf16* to, F32 evens, F32 odds) {
+  const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(evens));
+  const __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odds));
+  _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+// Sixteen numbers of one row and sixteen of the next, in turns.
+inline void StoreInTurns(bf16* to, const bf16* row, const bf16* next) {
+  const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)row));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)next));
+  _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+inline F32 Add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
+inline F32 Sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
+inline F32 Mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+inline F32 Fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+inline F32 Max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+inline float Sum(F32 x) { return _mm512_reduce_add_ps(x); }
+inline float Largest(F32 x) { return _mm512_reduce_max_ps(x); }
+
+// exp(x) to about 1e-7 of itself for x <= 0; 0 below -87: 2^n times a polynomial of the rest (Cephes).
+inline F32 Exp(F32 x) {
+  x = Max(x, Fill(-88.0f));
+  const F32 n = _mm512_roundscale_ps(Mul(x, Fill(1.44269504089f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const F32 r = Fma(n, Fill(2.12194440e-4f), Fma(n, Fill(-0.693359375f), x));
+  F32 p = Fill(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = Fma(p, r, Fill(c));
+  p = Fma(Mul(r, r), p, Add(r, Fill(1.0f)));
+  return _mm512_mask_scalef_ps(Zero(), _mm512_cmp_ps_mask(x, Fill(-87.0f), _CMP_GE_OQ), p, n);
+}
+
+// Lane i of the result: the sum of x[i]'s lanes.
+inline F32 SumEach(const F32* x) {
+  F32 two[8], four[4];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i)
+    two[i] = Add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]), _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512d a = _mm512_castps_pd(two[2 * i]), b = _mm512_castps_pd(two[2 * i + 1]);
+    four[i] = Add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  }
+  const F32 low = Add(_mm512_shuffle_f32x4(four[0], four[1], 0x88), _mm512_shuffle_f32x4(four[0], four[1], 0xdd));
+  const F32 high = Add(_mm512_shuffle_f32x4(four[2], four[3], 0x88), _mm512_shuffle_f32x4(four[2], four[3], 0xdd));
+  return Add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
+
+#else  // plain C++
+
+struct F32 {
+  float lane[kLanes];
+};
+struct Pairs {
+  bf16 lane[2 * kLanes];
+};
+
+inline float Widen(bf16 x) {
+  const uint32_t bits = uint32_t(x) << 16;
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+inline bf16 Narrow(float x) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  if (x != x) return bf16(bits >> 16) | 0x40;
+  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+template <class Function>
+inline F32 Each(Function function) {
+  F32 out;
+  for (int i = 0; i < kLanes; ++i) out.lane[i] = function(i);
+  return out;
+}
+inline F32 Fill(float x) {
+  return Each([=](int) { return x; });
+}
+inline F32 Zero() { return Fill(0.0f); }
+inline F32 Load(const float* from) {
+  return Each([=](int i) { return from[i]; });
+}
+inline void Store(float* to, F32 x, int count = kLanes) { std::memcpy(to, x.lane, count * sizeof(float)); }
+inline void Store(bf16* to, F32 x, int count) {
+  for (int i = 0; i < count; ++i) to[i] = Narrow(x.lane[i]);
+}
+inline Pairs LoadPairs(const bf16* from) {
+  Pairs out;
+  std::memcpy(out.lane, from, sizeof out.lane);
+  return out;
+}
+inline Pairs FillPair(const bf16* from) {
+  Pairs out;
+  for (int i = 0; i < 2 * kLanes; ++i) out.lane[i] = from[i & 1];
+  return out;
+}
+inline F32 Evens(Pairs x) {
+  return Each([&](int i) { return Widen(x.lane[2 * i]); });
+}
+inline F32 Odds(Pairs x) {
+  return Each([&](int i) { return Widen(x.lane[2 * i + 1]); });
+}
+inline void StoreBoth(bf16* to, F32 evens, F32 odds) {
+  for (int i = 0; i < kLanes; ++i) to[2 * i] = Narrow(evens.lane[i]), to[2 * i + 1] = Narrow(odds.lane[i]);
+}
+inline void StoreInTurns(bf16* to, const bf16* row, const bf16* next) {
+  for (int i = 0; i < kLanes; ++i) to[2 * i] = row[i], to[2 * i + 1] = next[i];
+}
+inline F32 Add(F32 a, F32 b) {
+  return Each([&](int i) { return a.lane[i] + b.lane[i]; });
+}
+inline F32 Sub(F32 a, F32 b) {
+  return Each([&](int i) { return a.lane[i] - b.lane[i]; });
+}
+inline F32 Mul(F32 a, F32 b) {
+  return Each([&](int i) { return a.lane[i] * b.lane[i]; });
+}
+inline F32 Fma(F32 a, F32 b, F32 c) {
+  return Each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
+}
+inline F32 Max(F32 a, F32 b) {
+  return Each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
+}
+inline F32 Dot(F32 sum, Pairs a, Pairs b) { return Add(sum, Add(Mul(Evens(a), Evens(b)), Mul(Odds(a), Odds(b)))); }
+inline float Sum(F32 x) {
+  float out = 0.0f;
+  for (float lane : x.lane) out += lane;
+  return out;
+}
+inline float Largest(F32 x) {
+  float out = x.lane[0];
+  for (float lane : x.lane) out = lane > out ? lane : out;
+  return out;
+}
+inline F32 Exp(F32 x) {
+  return Each([&](int i) { return x.lane[i] < -87.0f ? 0.0f : std::exp(x.lane[i]); });
+}
+inline F32 SumEach(const F32* x) {
+  return Each([&](int i) { return Sum(x[i]); });
+}
+
+#endif
+
+}  // namespace locojax

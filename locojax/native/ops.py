@@ -1,0 +1,124 @@
+"""The C++ kernels as functions of jax arrays. `build.give_to_jax` must have been called, as `build.why_not` does.
+
+Shape letters: M rows, K in, N out, P panels; B rows of decoding, H heads, h head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+PANEL = 64
+"""Columns that lie together in a packed matrix: `kPanel` of matmul.cc."""
+
+HEAD_SIZES = (32, 64, 96, 128, 256)
+"""Head dims that attention.cc has a form for."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """A bf16 matrix [..., K, N] as the kernels read it; the columns beyond N are zero.
+
+    Attributes:
+      panels: bf16[..., P, K / 2, PANEL, 2].
+      num_columns: N.
+    """
+
+    panels: Any
+    num_columns: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix: (..., K, N)."""
+        *stacked, _, pairs, _, _ = self.panels.shape
+        return (*stacked, 2 * pairs, self.num_columns)
+
+    @property
+    def dtype(self) -> Any:
+        return self.panels.dtype
+
+
+def packs(shape: Sequence[int]) -> bool:
+    """Whether an array of that shape is a matrix [..., K, N] that can be packed: its rows go in pairs."""
+    return len(shape) > 1 and shape[-2] % 2 == 0
+
+
+def pack(w: Array) -> Packed:
+    """w [..., K, N] -> packed bf16."""
+    *stacked, K, N = w.shape
+    pad = [(0, 0)] * (len(stacked) + 1) + [(0, -N % PANEL)]
+    panels = jnp.pad(w.astype(jnp.bfloat16), pad).reshape(*stacked, K // 2, 2, -1, PANEL)
+    k, pair, p, n = (len(stacked) + i for i in range(4))
+    return Packed(panels.transpose(*range(len(stacked)), p, k, n, pair), N)
+
+
+def unpack(w: Packed) -> Array:
+    """bf16[..., K, N]: what was packed."""
+    *stacked, P, pairs, panel, _ = w.panels.shape
+    p, k, n, pair = (len(stacked) + i for i in range(4))
+    return w.panels.transpose(*range(len(stacked)), k, pair, p, n).reshape(*stacked, 2 * pairs, P * panel)[
+        ..., : w.num_columns
+    ]
+
+
+def matmul(x: Array, w: Packed, dtype: Any = jnp.bfloat16) -> Array:
+    """x bf16[..., K] @ w [K, N] in `dtype`, bf16 or fp32, summed in fp32: `x @ w` of the unpacked matrix."""
+    if x.dtype != jnp.bfloat16:
+        raise TypeError(f"A packed product is of bfloat16. Got: {x.dtype}")
+    dtype = jnp.dtype(dtype)
+    out = jax.ShapeDtypeStruct((x.size // x.shape[-1], w.num_columns), dtype)
+    call = jax.ffi.ffi_call("locojax_matmul_f32" if dtype == jnp.float32 else "locojax_matmul_bf16", out)
+    return call(x.reshape(-1, x.shape[-1]), w.panels).reshape(*x.shape[:-1], w.num_columns)
+
+
+def attends(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether `attend_rows` has a form for such heads."""
+    return head_dim in HEAD_SIZES and num_heads % num_kv_heads == 0
+
+
+def attend_rows(q: Array, keys: Sequence[Array], values: Sequence[Array], num_tokens: Array) -> Array:
+    """`models.attention.decode_rows` in bf16: q [B, H, h] -> [B, H, h]."""
+    call = jax.ffi.ffi_call("locojax_attend_rows", jax.ShapeDtypeStruct(q.shape, q.dtype))
+    return call(q, num_tokens, *keys, *values)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedHead:
+    """A packed unembedding [D, V] with low-rank adapters, as inputs of the head's kernels.
+
+    Attributes:
+      weight: [D, V]. a: bf16[n, D, r]. b: bf16[n, r, V]. scale: f32[n].
+      which: i32[B]: each row's adapter, -1 for none.
+    """
+
+    weight: Packed
+    a: Array
+    b: Array
+    scale: Array
+    which: Array
+
+    def masses(self, hidden: Array, temper: Array, num_blocks: int) -> tuple[Array, Array, Array]:
+        """Of the logits of hidden bf16[B, D], each block's largest, its sum of exp(logit - largest), and that of
+        exp(temper (logit - largest)): f32[B, N] each. temper f32[B]."""
+        out = jax.ShapeDtypeStruct((hidden.shape[0], num_blocks), jnp.float32)
+        largest, mass, own = jax.ffi.ffi_call("locojax_head_masses", [out] * 3)(*self._inputs(hidden), temper)
+        return largest, mass, own
+
+    def block(self, hidden: Array, index: Array, size: int) -> Array:
+        """f32[B, size]: logits of one block of each row, index i32[B]; the same bits as `masses` has seen."""
+        out = jax.ShapeDtypeStruct((hidden.shape[0], size), jnp.float32)
+        return jax.ffi.ffi_call("locojax_head_block", out)(*self._inputs(hidden), index)
+
+    def values(self, hidden: Array) -> Array:
+        """All logits, f32[B, V], the same bits again."""
+        out = jax.ShapeDtypeStruct((hidden.shape[0], self.weight.num_columns), jnp.float32)
+        return jax.ffi.ffi_call("locojax_head_values", out)(*self._inputs(hidden))
+
+    def _inputs(self, hidden: Array) -> tuple[Array, ...]:
+        return hidden, self.weight.panels, self.which, self.scale, self.a, self.b

@@ -1,0 +1,70 @@
+// The inner loop of a product: a few rows of x times a panel of packed columns.
+#pragma once
+
+#include <algorithm>
+
+#include "lanes.h"
+
+namespace locojax {
+
+constexpr int kPanel = 64, kVectors = kPanel / kLanes;  // columns of a panel
+constexpr int kTileRows = 6;  // 6 x 4 sums, 4 of w and one of x: 29 of 32 registers
+
+// The sums of kRows rows over a panel's columns, in registers.
+template <int kRows>
+struct Tile {
+  F32 sums[kRows][kVectors];
+
+  Tile() {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = Zero();
+  }
+
+  // Adds x [kRows, 2 pairs] @ w, a panel [pairs, kPanel, 2]. Rows of x are `stride` numbers apart.
+  void Multiply(const bf16* x, int64_t stride, const bf16* w, int64_t pairs) {
+    for (int64_t k = 0; k < pairs; ++k, w += 2 * kPanel) {
+      Pairs of_w[kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) of_w[v] = LoadPairs(w + v * 2 * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < kRows; ++r) {
+        const Pairs of_x = FillPair(x + r * stride + 2 * k);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = Dot(sums[r][v], of_x, of_w[v]);
+      }
+    }
+  }
+
+  // The first `columns` of each row. Rows of `out` are `stride` numbers apart.
+  template <class Out>
+  void Write(Out* out, int64_t stride, int columns) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v)
+        if (v * kLanes < columns)
+          Store(out + r * stride + v * kLanes, sums[r][v], std::min(kLanes, columns - v * kLanes));
+  }
+};
+
+// Calls work(tile, first row) for all of `rows`, in tiles. A row's result doesn't depend on the tile that it is in.
+template <class Work>
+void EachTile(int64_t rows, Work work) {
+  int64_t row = 0;
+  for (; row + kTileRows <= rows; row += kTileRows) {
+    Tile<kTileRows> tile;
+    work(tile, row);
+  }
+  const auto rest = [&](auto tile) { work(tile, row); };
+  switch (rows - row) {
+    case 1: return rest(Tile<1>());
+    case 2: return rest(Tile<2>());
+    case 3: return rest(Tile<3>());
+    case 4: return rest(Tile<4>());
+    case 5: return rest(Tile<5>());
+  }
+}
+
+}  // namespace locojax
