@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from locojax.models import attention, sharding
 from locojax.models.dense import dense, head_product
-from locojax.models.lora import Adapters, OfLayer, add_deltas
+from locojax.models.lora import Adapters, OfLayer, adapted_product, add_deltas
 from locojax.models.remat import LAYER_INPUT, LINEAR, POLICIES
 from locojax.models.spec import INIT_STD, ModelSpec, Parameter, RopeSpec, parameters
 from locojax.native.ops import Packed, pack, packs
@@ -111,19 +111,23 @@ def block(
     """One transformer layer on x [R, T, D]; returns x and what `attend` kept."""
     R, T, _ = x.shape
 
+    def biased(out: Array, name: str) -> Array:
+        if f"{name}_bias" not in layer:
+            return out
+        return out + _along_last(layer[f"{name}_bias"].astype(out.dtype), out)
+
     def multiply(inputs: Array, name: str) -> Array:
-        out = dense(inputs, layer[name], layer.get(name + TRANSPOSED), train=adapters is None)
-        if f"{name}_bias" in layer:
-            out = out + _along_last(layer[f"{name}_bias"].astype(out.dtype), out)
-        return out
+        return biased(dense(inputs, layer[name], layer.get(name + TRANSPOSED), train=adapters is None), name)
 
     def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...] = ()) -> list[Array]:
         """Projections of one input, adapted: one GEMM where `unstack` joined their weights."""
-        joined = JOINED.get(names)
-        if joined is not None and joined in layer:
-            outs = jnp.split(multiply(inputs, joined), np.cumsum(sizes)[:-1], axis=-1)
-        else:
-            outs = [multiply(inputs, name) for name in names]
+        joined = JOINED.get(names, names[0])
+        split = partial(jnp.split, indices_or_sections=np.cumsum(sizes)[:-1].astype(int), axis=-1)
+        if adapters is not None and joined in layer:
+            out = adapted_product(inputs, layer[joined], [lora.get(name) for name in names], adapters)
+            if out is not None:
+                return split(biased(out, joined))
+        outs = split(multiply(inputs, joined)) if joined in layer else [multiply(inputs, name) for name in names]
         adapted = [i for i, name in enumerate(names) if name in lora]
         if adapters is not None and adapted:
             more = add_deltas([outs[i] for i in adapted], inputs, [lora[names[i]] for i in adapted], adapters)
@@ -281,6 +285,11 @@ def unembedding(params: Params) -> Array | Packed:
     if UNEMBED in params:
         return params[UNEMBED]
     return params["head"].T if "head" in params else params["embed"]
+
+
+def is_packed(params: Params) -> bool:
+    """Whether `unstack` made this tree for the C++ kernels."""
+    return any(isinstance(leaf, Packed) for leaf in params["layers"][0].values())
 
 
 def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> Array:

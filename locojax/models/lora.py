@@ -21,6 +21,8 @@ from jax import Array
 from locojax.errors import ConfigError
 from locojax.models.dense import low_rank_deltas, matmul
 from locojax.models.spec import ModelSpec, Parameter, parameters
+from locojax.native import ops
+from locojax.native.ops import PANEL, Packed
 
 ATTENTION_MODULES = ("q", "k", "v", "o")
 MLP_MODULES = ("gate", "up", "down")
@@ -195,6 +197,29 @@ def add_deltas(
     # A row sees products of the same shape whatever its batch mates use, so its bits don't depend on them. The first
     # adapter stands before the loop, which carries copies of `outs`: mostly there is one, and the loop does nothing.
     return jax.lax.fori_loop(1, count, apply, apply(0, list(outs)))
+
+
+def adapted_product(
+    x: Array, w: Array | Packed, parts: Sequence[Mapping[str, Any] | None], adapters: Adapters
+) -> Array | None:
+    """x [rows, T, in] @ w and what adapters of its modules add, by one kernel; None where it takes `add_deltas`.
+
+    parts: of each module whose columns w has, in order, `OfLayer`s "a" and "b".
+    """
+    if adapters.present is None or not isinstance(w, Packed):
+        return None
+    pairs = [(part["a"], part["b"]) for part in parts if part is not None]
+    fits = len(pairs) == len(parts) and all(
+        a.stack.dtype == jnp.bfloat16 and b.shape[-1] % PANEL == 0 and a.shape[-1] == pairs[0][0].shape[-1]
+        for a, b in pairs
+    )
+    if not fits or pairs[0][0].shape[-1] % 2:
+        return None
+    rows, T, K = x.shape
+    which = jnp.repeat(jnp.where(adapters.index > 0, adapters.index, -1), T)
+    stacks = [(a.stack, b.stack) for a, b in pairs]
+    scale = adapters.scale.astype(jnp.float32)
+    return ops.adapted(x.reshape(-1, K), w, which, scale, pairs[0][0].layer, stacks).reshape(rows, T, -1)
 
 
 def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:

@@ -6,8 +6,7 @@
 // of rank r, N blocks of S columns; S is whole panels.
 #include <vector>
 
-#include "parallel.h"
-#include "tile.h"
+#include "adapters.h"
 
 namespace ffi = xla::ffi;
 
@@ -17,84 +16,6 @@ namespace {
 constexpr int64_t kPieces = 16;
 constexpr char kMisfit[] = "a packed head's shapes don't fit its inputs: expected hidden [B, D], head [V / 64, D / 2, 64, "
                            "2], adapters [n, D, r] and [n, r, V]";
-
-// The rows that one adapter, or none, is for: where they are in the order by adapter.
-struct Group {
-  int64_t adapter, from, count;  // adapter < 0: none
-};
-
-// Numbers [rows, columns], rows `stride` apart -> a panel; columns beyond, and a last row without a twin, are zero.
-void PackPanel(const bf16* from, int64_t stride, int64_t rows, int64_t columns, bf16* panel) {
-  if (columns == kPanel && rows % 2 == 0) {
-    for (int64_t k = 0; k < rows; k += 2)
-      for (int64_t c = 0; c < kPanel; c += kLanes)
-        StoreInTurns(panel + (k / 2 * kPanel + c) * 2, from + k * stride + c, from + (k + 1) * stride + c);
-    return;
-  }
-  for (int64_t k = 0; k < rows; ++k)
-    for (int64_t c = 0; c < kPanel; ++c)
-      panel[(k / 2 * kPanel + c) * 2 + k % 2] = c < columns ? from[k * stride + c] : 0;
-  if (rows % 2)
-    for (int64_t c = 0; c < kPanel; ++c) panel[(rows / 2 * kPanel + c) * 2 + 1] = 0;
-}
-
-// Rows by adapter, their hidden states side by side, and scale * hidden @ a of each.
-class Inputs {
- public:
-  Inputs(const bf16* hidden, int64_t B, int64_t D, const int32_t* which, const float* scales, const bf16* a,
-         const bf16* b, int64_t num_adapters, int64_t r, int64_t V)
-      : D(D), r_pairs((r + 1) / 2), r(r), V(V), b(b), order(B), x(B * D), inner(B * 2 * r_pairs) {
-    int64_t at = 0;
-    for (int64_t n = -1; n < num_adapters; ++n) {
-      const int64_t from = at;
-      for (int64_t row = 0; row < B; ++row)
-        if (std::clamp<int64_t>(which[row], -1, num_adapters - 1) == n) order[at++] = row;
-      if (at == from) continue;
-      groups.push_back({n, from, at - from});
-      for (int64_t i = from; i < at; ++i) std::copy_n(hidden + order[i] * D, D, &x[i * D]);
-      if (n >= 0) FillInner(groups.back(), scales[n], a + n * D * r);
-    }
-  }
-
-  // Logits of one panel's columns, rows by adapter: to `out`, rows `stride` apart.
-  void Logits(const Group& group, const bf16* panel, int64_t column, float* out, int64_t stride,
-              std::vector<bf16>& of_b) const {
-    if (group.adapter >= 0) {
-      of_b.resize(r_pairs * 2 * kPanel);
-      PackPanel(b + group.adapter * r * V + column, V, r, std::min<int64_t>(kPanel, V - column), of_b.data());
-    }
-    EachTile(group.count, [&](auto& tile, int64_t row) {
-      tile.Multiply(&x[(group.from + row) * D], D, panel, D / 2);
-      if (group.adapter >= 0) tile.Multiply(&inner[(group.from + row) * 2 * r_pairs], 2 * r_pairs, of_b.data(), r_pairs);
-      tile.Write(out + (group.from + row) * stride, stride, kPanel);
-    });
-  }
-
-  const int64_t D, r_pairs, r, V;
-  const bf16* const b;
-  std::vector<int64_t> order;
-  std::vector<Group> groups;
-
- private:
-  void FillInner(const Group& group, float scale, const bf16* a) {
-    std::vector<bf16> panel(D * kPanel);
-    std::vector<float> found(group.count * kPanel);
-    for (int64_t column = 0; column < r; column += kPanel) {
-      const int columns = int(std::min<int64_t>(kPanel, r - column));
-      PackPanel(a + column, r, D, columns, panel.data());
-      EachTile(group.count, [&](auto& tile, int64_t row) {
-        tile.Multiply(&x[(group.from + row) * D], D, panel.data(), D / 2);
-        tile.Write(&found[row * kPanel], kPanel, kPanel);
-      });
-      for (int64_t row = 0; row < group.count; ++row)
-        for (int from = 0; from < columns; from += kLanes)
-          Store(&inner[(group.from + row) * 2 * r_pairs + column + from],
-                Mul(Load(&found[row * kPanel + from]), Fill(scale)), std::min(kLanes, columns - from));
-    }
-  }
-
-  std::vector<bf16> x, inner;
-};
 
 // Of one row's block: its largest logit, and the sums of exp(logit - largest) and exp(scale (logit - largest)).
 void Masses(const float* logits, int64_t S, float scale, float* largest, float* mass, float* own) {
@@ -121,11 +42,12 @@ using Ints = ffi::Buffer<ffi::S32>;
 using Floats = ffi::Buffer<ffi::F32>;
 using FloatsOut = ffi::ResultBuffer<ffi::F32>;
 
-Inputs InputsOf(Bf16& hidden, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
-  return Inputs(static_cast<const bf16*>(hidden.untyped_data()), hidden.dimensions()[0], hidden.dimensions()[1],
-                static_cast<const int32_t*>(which.untyped_data()), static_cast<const float*>(scales.untyped_data()),
-                static_cast<const bf16*>(a.untyped_data()), static_cast<const bf16*>(b.untyped_data()),
-                a.dimensions()[0], a.dimensions()[2], b.dimensions()[2]);
+ByAdapter RowsOf(ffi::ThreadPool& pool, Bf16& hidden, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
+  const Module module{static_cast<const bf16*>(a.untyped_data()), static_cast<const bf16*>(b.untyped_data()),
+                      b.dimensions()[2]};
+  return ByAdapter(pool, static_cast<const bf16*>(hidden.untyped_data()), hidden.dimensions()[0],
+                   hidden.dimensions()[1], static_cast<const int32_t*>(which.untyped_data()),
+                   static_cast<const float*>(scales.untyped_data()), a.dimensions()[0], a.dimensions()[2], {module});
 }
 
 bool Fit(Bf16& hidden, Bf16& head, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
@@ -140,7 +62,7 @@ ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
   const int64_t B = hidden.dimensions()[0], N = largest->dimensions()[1], V = b.dimensions()[2], S = V / N;
   if (!Fit(hidden, head, which, scales, a, b) || S % kPanel || S * N != V)
     return ffi::Error::InvalidArgument(kMisfit);
-  const Inputs inputs = InputsOf(hidden, which, scales, a, b);
+  const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
   const auto* panels = static_cast<const bf16*>(head.untyped_data());
   const auto* scale = static_cast<const float*>(temper.untyped_data());
   auto *to_largest = static_cast<float*>(largest->untyped_data()), *to_mass = static_cast<float*>(mass->untyped_data()),
@@ -151,10 +73,12 @@ ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
     std::vector<bf16> of_b;
     for (int64_t n = N * piece / pieces; n < N * (piece + 1) / pieces; ++n) {
       for (int64_t c = 0; c < S; c += kPanel)
-        for (const Group& group : inputs.groups)
-          inputs.Logits(group, panels + (n * S + c) * inputs.D, n * S + c, logits.data() + c, S, of_b);
+        for (const Group& group : rows.groups)
+          rows.Multiply(group, panels + (n * S + c) * rows.K, 0, n * S + c, of_b, [&](const auto& tile, int64_t i) {
+            tile.Write(&logits[i * S + c], S, kPanel);
+          });
       for (int64_t i = 0; i < B; ++i) {
-        const int64_t row = inputs.order[i], at = row * N + n;
+        const int64_t row = rows.order[i], at = row * N + n;
         Masses(&logits[i * S], S, scale[row], to_largest + at, to_mass + at, to_own + at);
       }
     }
@@ -167,21 +91,20 @@ ffi::Error HeadBlock(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, F
   const int64_t B = hidden.dimensions()[0], S = out->dimensions()[1], V = b.dimensions()[2];
   if (!Fit(hidden, head, which, scales, a, b) || S % kPanel || V % S)
     return ffi::Error::InvalidArgument(kMisfit);
-  const Inputs inputs = InputsOf(hidden, which, scales, a, b);
+  const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
   const auto* panels = static_cast<const bf16*>(head.untyped_data());
   const auto* blocks = static_cast<const int32_t*>(block.untyped_data());
   auto* to = static_cast<float*>(out->untyped_data());
   ForEach(pool, std::min(B, kPieces), [&](int64_t piece) {
     std::vector<bf16> of_b;
-    std::vector<float> logits(B * kPanel);
     const int64_t pieces = std::min(B, kPieces);
-    for (const Group& group : inputs.groups)
+    for (const Group& group : rows.groups)
       for (int64_t i = group.from; i < group.from + group.count; ++i) {
         if (i < B * piece / pieces || i >= B * (piece + 1) / pieces) continue;
-        const int64_t row = inputs.order[i], n = std::clamp<int64_t>(blocks[row], 0, V / S - 1);
+        const int64_t row = rows.order[i], n = std::clamp<int64_t>(blocks[row], 0, V / S - 1);
         for (int64_t c = 0; c < S; c += kPanel) {
-          inputs.Logits({group.adapter, i, 1}, panels + (n * S + c) * inputs.D, n * S + c, logits.data(), kPanel, of_b);
-          std::copy_n(&logits[i * kPanel], kPanel, to + row * S + c);
+          rows.Multiply({group.adapter, i, 1}, panels + (n * S + c) * rows.K, 0, n * S + c, of_b,
+                        [&](const auto& tile, int64_t) { tile.Write(to + row * S + c, S, kPanel); });
         }
       }
   });
@@ -191,7 +114,7 @@ ffi::Error HeadBlock(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, F
 ffi::Error HeadValues(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, Floats scales, Bf16 a, Bf16 b,
                       FloatsOut out) {
   if (!Fit(hidden, head, which, scales, a, b)) return ffi::Error::InvalidArgument(kMisfit);
-  const Inputs inputs = InputsOf(hidden, which, scales, a, b);
+  const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
   const int64_t B = hidden.dimensions()[0], V = b.dimensions()[2], panels = (V + kPanel - 1) / kPanel;
   const auto* packed = static_cast<const bf16*>(head.untyped_data());
   auto* to = static_cast<float*>(out->untyped_data());
@@ -200,11 +123,13 @@ ffi::Error HeadValues(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
     std::vector<float> logits(B * kPanel);
     std::vector<bf16> of_b;
     for (int64_t p = panels * piece / pieces; p < panels * (piece + 1) / pieces; ++p) {
-      for (const Group& group : inputs.groups)
-        inputs.Logits(group, packed + p * kPanel * inputs.D, p * kPanel, logits.data(), kPanel, of_b);
+      for (const Group& group : rows.groups)
+        rows.Multiply(group, packed + p * kPanel * rows.K, 0, p * kPanel, of_b, [&](const auto& tile, int64_t i) {
+          tile.Write(&logits[i * kPanel], kPanel, kPanel);
+        });
       for (int64_t i = 0; i < B; ++i)
         std::copy_n(&logits[i * kPanel], std::min<int64_t>(kPanel, V - p * kPanel),
-                    to + inputs.order[i] * V + p * kPanel);
+                    to + rows.order[i] * V + p * kPanel);
     }
   });
   return ffi::Error::Success();

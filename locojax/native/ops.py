@@ -77,6 +77,19 @@ def matmul(x: Array, w: Packed, dtype: Any = jnp.bfloat16) -> Array:
     return call(x.reshape(-1, x.shape[-1]), w.panels).reshape(*x.shape[:-1], w.num_columns)
 
 
+def adapted(
+    x: Array, w: Packed, which: Array, scale: Array, layer: Array, factors: Sequence[tuple[Array, Array]]
+) -> Array:
+    """x bf16[M, K] @ w [K, N] + scale * (x @ a) @ b, each row by its own adapter, summed in fp32 and rounded once.
+
+    which i32[M]: each row's adapter, -1 for none; scale f32[n]. factors: of each module whose columns w has, in order:
+    a bf16[L, n, K, r], b bf16[L, n, r, F], F whole panels, r even and the same; layer i32[], which of L.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0], w.num_columns), jnp.bfloat16)
+    flat = [factor for pair in factors for factor in pair]
+    return jax.ffi.ffi_call("locojax_adapted", out)(x, w.panels, which, scale, layer.reshape(1), *flat)
+
+
 def attends(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     """Whether `attend_rows` has a form for such heads."""
     return head_dim in HEAD_SIZES and num_heads % num_kv_heads == 0

@@ -47,6 +47,17 @@ struct Tile {
         if (v * kLanes < columns)
           Store(out + r * stride + v * kLanes, sums[r][v], std::min(kLanes, columns - v * kLanes));
   }
+
+  // All columns of row r, to where(r).
+  template <class Where>
+  void WriteEach(Where where) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      auto* out = where(r);
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) Store(out + v * kLanes, sums[r][v], kLanes);
+    }
+  }
 };
 
 // Calls work(tile, first row) for all of `rows`, in tiles. A row's result doesn't depend on the tile that it is in.

@@ -106,17 +106,17 @@ class ProgramSpec:
     axis: str | None = None
 
 
-def pick_adapters(adapters: Adapters | None, index: Array) -> Adapters | None:
+def pick_adapters(adapters: Adapters | None, index: Array, *, packed: bool = False) -> Adapters | None:
     """Adapters for rows with these indices; 0 is none: row 0 of a stack has scale 0, a single one a scale per row.
 
     A single row's is cut out of the stack, once for a whole program: what is left is a model with one adapter, without
-    a loop over those present in each layer.
+    a loop over those present in each layer. With `packed` weights there is no such loop, and it would be a copy.
     """
     if adapters is None:
         return None
     if not adapters.scale.ndim:
         return dataclasses.replace(adapters, scale=jnp.where(index > 0, adapters.scale, 0.0))
-    if index.shape[0] > 1:
+    if index.shape[0] > 1 or packed:
         return dataclasses.replace(adapters, index=index, present=present_in(index, adapters.scale.shape[0]))
 
     def own(leaf: Array, axis: int) -> Array:
@@ -148,7 +148,7 @@ def decode(
     Returns: cache; what was drawn [K+1, B], of which item 0 is the fresh rows'; how many tokens each row gained,
       i32[B]; how many iterations ran, i32[].
     """
-    mine = pick_adapters(adapters, rows.adapter)
+    mine = pick_adapters(adapters, rows.adapter, packed=decoder.is_packed(weights))
     B = rows.token.shape[0]
 
     def draw(hidden: Array, count: Array) -> Drawn:
@@ -230,7 +230,7 @@ def prefill(
 
     hidden, layers = decoder.run_layers_unrolled(
         weights, spec.model, tokens, positions, attend, cache["layers"],
-        adapters=pick_adapters(adapters, adapter), dtype=spec.dtype,
+        adapters=pick_adapters(adapters, adapter, packed=decoder.is_packed(weights)), dtype=spec.dtype,
     )  # fmt: skip
     hidden = hidden.reshape(-1, hidden.shape[-1])
     kept = cache["last"].at[to.entry].set(hidden[last].astype(cache["last"].dtype), mode="drop")
@@ -264,7 +264,7 @@ def prefill_chunk(
     positions = start + jnp.arange(T, dtype=jnp.int32)[None]
     hidden, layers = decoder.run_layers_unrolled(
         weights, spec.model, tokens, positions, attend, cache["layers"],
-        adapters=pick_adapters(adapters, adapter), dtype=spec.dtype,
+        adapters=pick_adapters(adapters, adapter, packed=decoder.is_packed(weights)), dtype=spec.dtype,
     )  # fmt: skip
     last = jax.lax.dynamic_index_in_dim(hidden[0], num_valid - 1, keepdims=True)
     kept = cache["last"].at[to.entry].set(last.astype(cache["last"].dtype), mode="drop")

@@ -1,0 +1,123 @@
+// Rows of x by the adapter that each uses, and what an adapter's first factor makes of them.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "parallel.h"
+#include "tile.h"
+
+namespace locojax {
+
+// Numbers [rows, columns], rows `stride` apart -> columns `at`.. of a panel. A last row without a twin gets a zero one.
+inline void PackPanel(const bf16* from, int64_t stride, int64_t rows, int64_t columns, bf16* panel, int64_t at = 0) {
+  if (columns % kLanes == 0 && rows % 2 == 0) {
+    for (int64_t k = 0; k < rows; k += 2)
+      for (int64_t c = 0; c < columns; c += kLanes)
+        StoreInTurns(panel + (k / 2 * kPanel + at + c) * 2, from + k * stride + c, from + (k + 1) * stride + c);
+    return;
+  }
+  for (int64_t k = 0; k < rows + rows % 2; ++k)
+    for (int64_t c = 0; c < columns; ++c)
+      panel[(k / 2 * kPanel + at + c) * 2 + k % 2] = k < rows ? from[k * stride + c] : 0;
+}
+
+// The second factors of one module's adapters, [n, r, F], and the first, [n, K, r].
+struct Module {
+  const bf16 *a, *b;
+  int64_t F;
+};
+
+// The rows that one adapter, or none, is for: where they are in the order by adapter.
+struct Group {
+  int64_t adapter, from, count;  // adapter < 0: none
+};
+
+// x [M, K], its rows in the order of their adapters, and scale * x @ a of each module.
+class ByAdapter {
+ public:
+  ByAdapter(xla::ffi::ThreadPool& pool, const bf16* x, int64_t M, int64_t K, const int32_t* which, const float* scales,
+            int64_t num_adapters, int64_t r, std::vector<Module> modules)
+      : K(K), r(r), pairs((r + 1) / 2), modules(std::move(modules)), order(M), x_(x) {
+    const auto of = [=](int64_t row) { return std::clamp<int64_t>(which[row], -1, num_adapters - 1); };
+    int64_t at = 0;
+    for (int64_t n = -1; n < num_adapters; ++n) {
+      const int64_t from = at;
+      for (int64_t row = 0; row < M; ++row)
+        if (of(row) == n) order[at++] = row;
+      if (at > from) groups.push_back({n, from, at - from});
+    }
+    if (groups.size() > 1) {
+      own_.resize(M * K);
+      for (int64_t i = 0; i < M; ++i) std::copy_n(x + order[i] * K, K, &own_[i * K]);
+      x_ = own_.data();
+    }
+    inner_.resize(M * stride());
+    const int64_t panels = (stride() + kPanel - 1) / kPanel;
+    struct Piece {
+      Group rows;
+      int64_t panel;
+    };
+    std::vector<Piece> pieces;
+    for (const Group& group : groups)
+      for (int64_t from = 0; group.adapter >= 0 && from < group.count; from += kRowsAlone)
+        for (int64_t panel = 0; panel < panels; ++panel)
+          pieces.push_back({{group.adapter, group.from + from, std::min(kRowsAlone, group.count - from)}, panel});
+    ForEach(pool, int64_t(pieces.size()), [&](int64_t i) {
+      FillInner(pieces[i].rows, pieces[i].panel, scales[pieces[i].rows.adapter]);
+    });
+  }
+
+  // Rows of a group times one panel of w, and what its adapter adds to these columns of a module: write(tile, row).
+  template <class Write>
+  void Multiply(const Group& group, const bf16* panel, int64_t module, int64_t column, std::vector<bf16>& of_b,
+                Write write) const {
+    if (group.adapter >= 0) {
+      const auto& [a, b, F] = modules[module];
+      of_b.resize(pairs * 2 * kPanel);
+      PackPanel(b + group.adapter * r * F + column, F, r, std::min<int64_t>(kPanel, F - column), of_b.data());
+    }
+    EachTile(group.count, [&](auto& tile, int64_t i) {
+      const int64_t row = group.from + i;
+      tile.Multiply(x_ + row * K, K, panel, K / 2);
+      if (group.adapter >= 0) tile.Multiply(&inner_[row * stride() + module * 2 * pairs], stride(), of_b.data(), pairs);
+      write(tile, row);
+    });
+  }
+
+  const int64_t K, r, pairs;
+  const std::vector<Module> modules;
+  std::vector<int64_t> order;  // the row of x that is i-th
+  std::vector<Group> groups;
+
+ private:
+  static constexpr int64_t kRowsAlone = 48;
+
+  int64_t stride() const { return int64_t(modules.size()) * 2 * pairs; }
+
+  // The inner columns of one panel: those of all modules lie side by side.
+  void FillInner(const Group& group, int64_t panel, float scale) {
+    std::vector<bf16> of_a(K * kPanel);
+    const int64_t width = std::min<int64_t>(kPanel, stride() - panel * kPanel);
+    for (int64_t at = 0; at < width;) {
+      const int64_t column = panel * kPanel + at, module = column / (2 * pairs), from = column % (2 * pairs);
+      const int64_t some = std::min({2 * pairs - from, width - at}), real = std::clamp<int64_t>(r - from, 0, some);
+      PackPanel(modules[module].a + group.adapter * K * r + from, r, K, real, of_a.data(), at);
+      at += some;
+    }
+    std::vector<float> found(group.count * kPanel);
+    EachTile(group.count, [&](auto& tile, int64_t i) {
+      tile.Multiply(x_ + (group.from + i) * K, K, of_a.data(), K / 2);
+      tile.Write(&found[i * kPanel], kPanel, kPanel);
+    });
+    for (int64_t i = 0; i < group.count; ++i)
+      for (int64_t c = 0; c < width; c += kLanes)
+        Store(&inner_[(group.from + i) * stride() + panel * kPanel + c], Mul(Load(&found[i * kPanel + c]), Fill(scale)),
+              int(std::min<int64_t>(kLanes, width - c)));
+  }
+
+  const bf16* x_;
+  std::vector<bf16> own_, inner_;
+};
+
+}  // namespace locojax
