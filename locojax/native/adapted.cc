@@ -57,7 +57,7 @@ ffi::Error Adapted(ffi::ThreadPool pool, Bf16 x, Bf16 w, Ints which, ffi::Buffer
   ForEach(pool, parts * int64_t(blocks.size()), [&](int64_t piece) {
     const Group& block = blocks[piece / parts];
     const int64_t part = piece % parts;
-    std::vector<bf16> of_b;
+    Scratch<bf16> of_b;
     for (int64_t p = num_panels * part / parts; p < num_panels * (part + 1) / parts; ++p) {
       const int64_t module = std::upper_bound(first.begin(), first.end(), p) - first.begin() - 1;
       rows.Multiply(block, panels + p * K * kPanel, module, (p - first[module]) * kPanel, of_b,

@@ -70,17 +70,17 @@ class ByAdapter {
 
   // Rows of a group times one panel of w, and what its adapter adds to these columns of a module: write(tile, row).
   template <class Write>
-  void Multiply(const Group& group, const bf16* panel, int64_t module, int64_t column, std::vector<bf16>& of_b,
+  void Multiply(const Group& group, const bf16* panel, int64_t module, int64_t column, Scratch<bf16>& scratch,
                 Write write) const {
+    bf16* of_b = scratch.At(pairs * 2 * kPanel);
     if (group.adapter >= 0) {
       const auto& [a, b, F] = modules[module];
-      of_b.resize(pairs * 2 * kPanel);
-      PackPanel(b + group.adapter * r * F + column, F, r, std::min<int64_t>(kPanel, F - column), of_b.data());
+      PackPanel(b + group.adapter * r * F + column, F, r, std::min<int64_t>(kPanel, F - column), of_b);
     }
     EachTile(group.count, [&](auto& tile, int64_t i) {
       const int64_t row = group.from + i;
       tile.Multiply(x_ + row * K, K, panel, K / 2);
-      if (group.adapter >= 0) tile.Multiply(&inner_[row * stride() + module * 2 * pairs], stride(), of_b.data(), pairs);
+      if (group.adapter >= 0) tile.Multiply(&inner_[row * stride() + module * 2 * pairs], stride(), of_b, pairs);
       write(tile, row);
     });
   }
@@ -97,17 +97,20 @@ class ByAdapter {
 
   // The inner columns of one panel: those of all modules lie side by side.
   void FillInner(const Group& group, int64_t panel, float scale) {
-    std::vector<bf16> of_a(K * kPanel);
+    Scratch<bf16> scratch;
+    bf16* of_a = scratch.At(K * kPanel);  // its columns beyond the width are multiplied and thrown away
     const int64_t width = std::min<int64_t>(kPanel, stride() - panel * kPanel);
     for (int64_t at = 0; at < width;) {
       const int64_t column = panel * kPanel + at, module = column / (2 * pairs), from = column % (2 * pairs);
       const int64_t some = std::min({2 * pairs - from, width - at}), real = std::clamp<int64_t>(r - from, 0, some);
-      PackPanel(modules[module].a + group.adapter * K * r + from, r, K, real, of_a.data(), at);
+      PackPanel(modules[module].a + group.adapter * K * r + from, r, K, real, of_a, at);
+      for (int64_t c = real; c < some; ++c)  // an odd rank's last: whatever were there, times 0, need not be 0
+        for (int64_t k = 0; k < K; ++k) of_a[(k / 2 * kPanel + at + c) * 2 + k % 2] = 0;
       at += some;
     }
     std::vector<float> found(group.count * kPanel);
     EachTile(group.count, [&](auto& tile, int64_t i) {
-      tile.Multiply(x_ + (group.from + i) * K, K, of_a.data(), K / 2);
+      tile.Multiply(x_ + (group.from + i) * K, K, of_a, K / 2);
       tile.Write(&found[i * kPanel], kPanel, kPanel);
     });
     for (int64_t i = 0; i < group.count; ++i)

@@ -70,7 +70,7 @@ ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
   const int64_t pieces = std::min(N, kPieces);
   ForEach(pool, pieces, [&](int64_t piece) {
     std::vector<float> logits(B * S);
-    std::vector<bf16> of_b;
+    Scratch<bf16> of_b;
     for (int64_t n = N * piece / pieces; n < N * (piece + 1) / pieces; ++n) {
       for (int64_t c = 0; c < S; c += kPanel)
         for (const Group& group : rows.groups)
@@ -96,7 +96,7 @@ ffi::Error HeadBlock(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, F
   const auto* blocks = static_cast<const int32_t*>(block.untyped_data());
   auto* to = static_cast<float*>(out->untyped_data());
   ForEach(pool, std::min(B, kPieces), [&](int64_t piece) {
-    std::vector<bf16> of_b;
+    Scratch<bf16> of_b;
     const int64_t pieces = std::min(B, kPieces);
     for (const Group& group : rows.groups)
       for (int64_t i = group.from; i < group.from + group.count; ++i) {
@@ -121,7 +121,7 @@ ffi::Error HeadValues(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
   const int64_t pieces = std::min(panels, kPieces);
   ForEach(pool, pieces, [&](int64_t piece) {
     std::vector<float> logits(B * kPanel);
-    std::vector<bf16> of_b;
+    Scratch<bf16> of_b;
     for (int64_t p = panels * piece / pieces; p < panels * (piece + 1) / pieces; ++p) {
       for (const Group& group : rows.groups)
         rows.Multiply(group, packed + p * kPanel * rows.K, 0, p * kPanel, of_b, [&](const auto& tile, int64_t i) {

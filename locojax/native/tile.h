@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 
 #include "lanes.h"
 
@@ -9,6 +10,20 @@ namespace locojax {
 
 constexpr int kPanel = 64, kVectors = kPanel / kLanes;  // columns of a panel
 constexpr int kTileRows = 6;  // 6 x 4 sums, 4 of w and one of x: 29 of 32 registers
+
+// Memory that isn't cleared first, and grows to what is asked for.
+template <class T>
+class Scratch {
+ public:
+  T* At(int64_t size) {
+    if (size > size_) memory_.reset(new T[size_ = size]);
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<T[]> memory_;
+  int64_t size_ = 0;
+};
 
 // The sums of kRows rows over a panel's columns, in registers.
 template <int kRows>
