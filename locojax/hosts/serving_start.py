@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,8 @@ from locojax.training.losses import LOSSES
 from locojax.training.platform import auto_dtype
 from locojax.training.programs import Tree
 from locojax.training.tenants import TenantSettings, TenantTrainer
+
+log = logging.getLogger(__name__)
 
 AUTO_ROW_TOKENS = 1024
 
@@ -66,6 +69,9 @@ def start(
         progress("moving the weights to the devices")
         model = _shared(settings, model)
         trainer = _trainer(settings, model, clock)
+        if settings.kernels != "xla":
+            progress("looking for the C++ kernels, or compiling them")
+        log.info("sampling by %s", native.told(settings.kernels, _dtype(settings.sample_dtype)))
         engine = _engine(settings, model, clock)
     samplers = Samplers(engine, max_resident=settings.max_resident_samplers)
     if settings.warm_up:

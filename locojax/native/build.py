@@ -63,6 +63,13 @@ def chosen(kernels: Kernels, dtype: str) -> bool:
     return reason is None
 
 
+def told(kernels: Kernels, dtype: str) -> str:
+    """What `chosen` chooses, in words. Raises as it does."""
+    if chosen(kernels, dtype):
+        return "C++ kernels"
+    return "XLA alone" if kernels == "xla" else f"XLA alone, without C++ kernels: {why_not(dtype)}"
+
+
 @functools.cache  # jax takes a kernel's name once a process
 def _given() -> str | None:
     try:

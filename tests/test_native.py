@@ -1,0 +1,369 @@
+"""The C++ kernels against numpy in fp64, whichever form the machine's compiler makes of them; and how they are made."""
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollout_models import Bytes, prompts
+
+from locojax.errors import ConfigError
+from locojax.models import attention, decoder
+from locojax.models.lora import Adapters, LoraSpec, OfLayer, adapted_product, empty_stack, init_adapter, present_in
+from locojax.models.spec import ModelSpec, RopeSpec
+from locojax.native import build, ops
+from locojax.rollout import head
+from locojax.rollout.engine import Engine
+from locojax.rollout.programs import pick_adapters
+from locojax.rollout.sampling import WholeLogits
+from locojax.rollout.settings import EngineSettings
+from locojax.types import SampleRequest, SamplingParams
+
+BF16_STEP = 2.0**-8  # of a number of 1: what rounding to bf16 changes is half of it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    try:
+        build.give_to_jax()
+    except build.NoKernels as error:
+        pytest.skip(f"no C++ kernels here: {error}")
+
+
+def draw(*shape, seed=0, scale=1.0):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape) * scale, jnp.bfloat16)
+
+
+def exact(array):
+    return np.asarray(array.astype(jnp.float32), np.float64)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "N"),
+    [(1, 64, 64), (2, 576, 960), (7, 2, 1), (13, 66, 70), (128, 96, 130), (193, 64, 64), (385, 32, 200)],
+)
+def test_a_packed_product_is_the_product(M, K, N):
+    x, w = draw(M, K), draw(K, N)
+    packed = ops.pack(w)
+    assert packed.shape == (K, N) and packed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(ops.unpack(packed), w)
+    expected = exact(x) @ exact(w)
+    scale = np.abs(exact(x)) @ np.abs(exact(w))
+    wide, narrow = (exact(jax.jit(ops.matmul, static_argnums=2)(x, packed, dtype)) for dtype in ("float32", "bfloat16"))
+    assert np.max(np.abs(wide - expected) / scale) < 1e-6
+    assert np.max(np.abs(narrow - expected) / (np.abs(expected) + 1e-3 * scale)) < BF16_STEP
+
+
+def test_a_row_has_the_same_bits_whatever_its_neighbours():
+    x, packed = draw(200, 64), ops.pack(draw(64, 192))
+    whole = np.asarray(ops.matmul(x, packed, jnp.float32))
+    for rows in (slice(0, 1), slice(3, 8), slice(100, 200)):
+        np.testing.assert_array_equal(ops.matmul(x[rows], packed, jnp.float32), whole[rows])
+
+
+def test_stacked_matrices_are_packed_one_by_one():
+    w = draw(3, 64, 70)
+    packed = ops.pack(w)
+    assert packed.shape == (3, 64, 70)
+    np.testing.assert_array_equal(ops.unpack(packed), w)
+    np.testing.assert_array_equal(packed.panels[1], ops.pack(w[1]).panels)
+    assert not ops.packs((5, 8)) and ops.packs((6, 8)) and not ops.packs((6,))
+
+
+def test_what_a_product_refuses():
+    with pytest.raises(TypeError, match="A packed product is of bfloat16. Got: float32"):
+        ops.matmul(jnp.ones((2, 64)), ops.pack(draw(64, 64)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="expected x .M, K., w .N / 64, K / 2, 64, 2."):
+        ops.matmul(draw(2, 32), ops.pack(draw(64, 64)))
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def rows_of(B, K, G, h, sizes, seed=0):
+    q = draw(B, K * G, h, seed=seed)
+    arrays = [[draw(B, K, size, h, seed=seed + 1 + i + 10 * kind) for i, size in enumerate(sizes)] for kind in (0, 1)]
+    return q, *arrays
+
+
+def attended(q, keys, values, num_tokens):
+    """The same in fp64."""
+    q, k, v = exact(q), np.concatenate([*map(exact, keys)], 2), np.concatenate([*map(exact, values)], 2)
+    B, H, h = q.shape
+    group = H // k.shape[1]
+    out = np.zeros_like(q)
+    for b in range(B):
+        for head_ in range(H):
+            n, own = int(num_tokens[b]), head_ // group
+            scores = k[b, own, :n] @ q[b, head_] / np.sqrt(h)
+            weights = np.exp(scores - scores.max())
+            out[b, head_] = weights @ v[b, own, :n] / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("K", "G", "h", "sizes"),
+    [(3, 3, 64, (16, 16, 40)), (2, 1, 32, (8, 8)), (1, 7, 128, (16,)), (2, 5, 96, (40,)), (1, 2, 256, (33, 7)),
+     (1, 9, 64, (4, 4, 24, 96))],
+)  # fmt: skip
+def test_attention_over_rows(K, G, h, sizes):
+    q, keys, values = rows_of(5, K, G, h, sizes)
+    tokens = jnp.asarray([1, sum(sizes), sizes[0], min(17, sum(sizes)), sum(sizes) - 1], jnp.int32)
+    ours = exact(jax.jit(ops.attend_rows)(q, keys, values, tokens))
+    expected = attended(q, keys, values, tokens)
+    np.testing.assert_allclose(ours, expected, rtol=BF16_STEP, atol=1e-4)
+    np.testing.assert_allclose(ours, exact(attention.decode_rows(q, keys, values, tokens)), atol=4 * BF16_STEP)
+
+
+def test_attention_reads_no_token_that_doesn_t_count_and_no_other_row():
+    q, keys, values = rows_of(3, 2, 2, 32, (16, 16))
+    tokens = jnp.asarray([5, 20, 32], jnp.int32)
+    clean = np.asarray(ops.attend_rows(q, keys, values, tokens))
+    beyond = jnp.arange(16)[None] >= jnp.asarray([5, 16, 16])[:, None]
+    first = jnp.where(beyond[:, None, :, None], jnp.nan, keys[0])
+    poisoned = [first, keys[1].at[0].set(jnp.nan).at[1, :, 4:].set(jnp.nan)]
+    poisoned_values = [values[0].at[0, :, 5:].set(jnp.inf), values[1].at[2].set(jnp.nan)]
+    dirty = np.asarray(ops.attend_rows(q, poisoned, poisoned_values, tokens))
+    np.testing.assert_array_equal(dirty[:2], clean[:2])
+    assert np.isnan(dirty[2].astype(np.float32)).any()
+
+
+def test_heads_that_there_is_a_form_for():
+    assert ops.attends(9, 3, 64) and not ops.attends(9, 3, 80) and not ops.attends(9, 2, 64)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+SCALE = jnp.asarray([0.0, 1.0, 0.5, 2.0], jnp.float32)
+
+
+def mixed(M, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 4, M), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "sizes", "r"),
+    [(1, 64, (64,), 8), (7, 96, (128, 64, 64), 4), (130, 64, (64, 192), 32), (50, 64, (64,), 40)],
+)
+@pytest.mark.parametrize("index", [mixed, lambda M: jnp.zeros(M, jnp.int32), lambda M: jnp.full(M, 3, jnp.int32)])
+def test_an_adapted_product_adds_each_row_s_own_adapter(M, K, sizes, r, index):
+    x, w, index = draw(M, 1, K), draw(K, sum(sizes)), index(M)
+    factors = [(draw(2, 4, K, r, seed=i, scale=0.2), draw(2, 4, r, F, seed=i, scale=0.2)) for i, F in enumerate(sizes)]
+    parts = [{"a": OfLayer(a, jnp.int32(1)), "b": OfLayer(b, jnp.int32(1))} for a, b in factors]
+    adapters = Adapters({}, SCALE, index, present_in(index, 4))
+    ours = exact(jax.jit(adapted_product)(x, ops.pack(w), parts, adapters))[:, 0]
+    deltas = []
+    for a, b in factors:
+        inner = np.einsum("mk,mkr->mr", exact(x)[:, 0], exact(a[1])[index]) * np.asarray(SCALE)[index][:, None]
+        deltas.append(np.einsum("mr,mrf->mf", inner, exact(b[1])[index]))
+    added = np.concatenate(deltas, 1)
+    expected = exact(x)[:, 0] @ exact(w) + added
+    # The inner activation is rounded to bf16 too, as everywhere.
+    np.testing.assert_allclose(ours, expected, rtol=BF16_STEP, atol=BF16_STEP * np.abs(added).max() + 0.01)
+
+
+def test_another_adapter_s_numbers_reach_no_row():
+    x, w, index = draw(20, 1, 64), ops.pack(draw(64, 64)), jnp.asarray([1, 2] * 10, jnp.int32)
+    a, b = draw(1, 4, 64, 8), draw(1, 4, 8, 64)
+
+    def run(a, b):
+        parts = [{"a": OfLayer(a, jnp.int32(0)), "b": OfLayer(b, jnp.int32(0))}]
+        return np.asarray(adapted_product(x, w, parts, Adapters({}, SCALE, index, present_in(index, 4))))[:, 0]
+
+    clean, dirty = run(a, b), run(a.at[0, 2].set(jnp.nan), b.at[0, 2].set(jnp.inf))
+    np.testing.assert_array_equal(dirty[::2], clean[::2])
+    assert np.isnan(dirty[1::2].astype(np.float32)).all()
+    alone = adapted_product(x[4:5], w, [{"a": OfLayer(a, jnp.int32(0)), "b": OfLayer(b, jnp.int32(0))}],
+                            Adapters({}, SCALE, index[4:5], present_in(index[4:5], 4)))  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(alone)[0, 0], clean[4])
+
+
+def test_products_that_are_left_to_the_plain_form():
+    x, index = draw(4, 1, 64), mixed(4)
+    adapters = Adapters({}, SCALE, index, present_in(index, 4))
+
+    def part(r=8, F=64, dtype=jnp.bfloat16):
+        stack = {"a": jnp.zeros((1, 4, 64, r), dtype), "b": jnp.zeros((1, 4, r, F), dtype)}
+        return {name: OfLayer(leaf, jnp.int32(0)) for name, leaf in stack.items()}
+
+    w = ops.pack(draw(64, 64))
+    assert adapted_product(x, w, [part()], adapters) is not None
+    assert adapted_product(x, draw(64, 64), [part()], adapters) is None
+    assert adapted_product(x, w, [part()], dataclasses.replace(adapters, present=None)) is None
+    for odd in (part(r=7), part(F=32), part(dtype=jnp.float32), None):
+        assert adapted_product(x, w, [odd], adapters) is None
+
+
+# --- the head ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("B", [1, 9, 70])
+@pytest.mark.parametrize("index", ["mixed", "none", "no adapters"])
+def test_the_head_s_kernels_say_what_stored_logits_would(B, index):
+    V, D, r = 1024, 64, 5
+    table, hidden = draw(V, D), draw(B, D)
+    weights = {"layers": [], "embed": table, decoder.UNEMBED: ops.pack(table.T)}
+    adapters = None
+    if index != "no adapters":
+        stack = Adapters({"head": {"a": draw(4, D, r, scale=0.2), "b": draw(4, r, V, scale=0.2)}}, SCALE)
+        adapters = pick_adapters(stack, mixed(B) if index == "mixed" else jnp.zeros(B, jnp.int32), packed=True)
+    logits = head.logits(weights, hidden, adapters)
+    assert isinstance(logits, head.PackedLogits)
+    expected = exact(hidden) @ exact(table).T
+    if index == "mixed":
+        part, own = stack.tree["head"], np.asarray(mixed(B))
+        inner = np.einsum("bd,bdr->br", exact(hidden), exact(part["a"])[own]) * np.asarray(SCALE)[own][:, None]
+        expected += np.einsum("br,brv->bv", inner, exact(part["b"])[own])
+    values = logits.values()
+    np.testing.assert_allclose(values, expected, atol=1e-4 if index != "mixed" else 0.1)
+    whole, scale = WholeLogits(values), jnp.where(jnp.arange(B) % 2, 1.0, 0.7)
+    for ours, stored in zip(*(jax.tree.leaves(x.masses(scale, scale == 1)) for x in (logits, whole)), strict=True):
+        np.testing.assert_allclose(ours, stored, rtol=2e-6)
+    block = jnp.arange(B, dtype=jnp.int32) % 4
+    np.testing.assert_array_equal(logits.block(block), whole.block(block))
+
+
+def test_a_number_that_isn_t_one_is_not_lost_in_a_maximum():
+    table = draw(512, 64)
+    weights = {"layers": [], "embed": table, decoder.UNEMBED: ops.pack(table.T)}
+    hidden = draw(3, 64).at[1, 5].set(jnp.nan)
+    found, own = head.logits(weights, hidden, None).masses(jnp.ones(3), jnp.ones(3, bool))
+    assert np.isnan(found.mass[1]).all() and np.isnan(own[1]).all()
+    assert np.isfinite(found.mass[::2]).all()
+
+
+# --- how they are made ------------------------------------------------------------------------------------------------
+
+
+def compiler(folder, script):
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "beside_jax_cache", lambda: tmp_path / "xla" / "programs")
+    return tmp_path / "xla" / build.FOLDER
+
+
+def test_a_library_is_compiled_once_for_each_compiler(tmp_path, monkeypatch, cache):
+    script = 'echo "$@" >> "$0.calls"; for last; do :; done; test "$1" = --version && echo {} || touch "$last"'
+    monkeypatch.setenv("CXX", compiler(tmp_path, script.format("one")))
+    first = build._library()
+    assert first.parent == cache and build._library() == first and list(cache.iterdir()) == [first]
+    calls = pathlib.Path(tmp_path / "compiler.calls").read_text().splitlines()
+    assert [call.startswith("--version") for call in calls] == [True, False, True]
+    compiler(tmp_path, script.format("another"))
+    assert build._library() != first
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ('test "$1" = --version || { echo "no such instruction" >&2; exit 3; }', "exit code 3: no such instruction"),
+        ("exit 1", "ended with exit code 1"),
+    ],
+)
+def test_a_compiler_that_fails_says_so(tmp_path, monkeypatch, cache, script, text):
+    monkeypatch.setenv("CXX", compiler(tmp_path, script))
+    with pytest.raises(build.NoKernels, match=text):
+        build._library()
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_no_compiler(monkeypatch, cache):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.NoKernels, match=r"\$CXX, no-such-compiler, isn't there"):
+        build._library()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
+    with pytest.raises(build.NoKernels, match="there is no C.. compiler .no-such-compiler."):
+        build._library()
+
+
+def test_a_folder_that_can_t_be_written(tmp_path, monkeypatch):
+    (tmp_path / "xla").write_text("a file")
+    monkeypatch.setattr(build, "beside_jax_cache", lambda: tmp_path / "xla" / "programs")
+    with pytest.raises(build.NoKernels, match="can't be written"):
+        build._library()
+
+
+def test_who_uses_them(monkeypatch):
+    assert build.why_not("float32") == "they are for bfloat16, and this is float32"
+    assert not build.chosen("xla", "bfloat16") and not build.chosen("auto", "float32")
+    with pytest.raises(ConfigError, match="The C.. kernels can't be used. Got: they are for bfloat16, and this is "):
+        build.chosen("native", "float32")
+    assert build.told("xla", "bfloat16") == "XLA alone"
+    assert build.told("auto", "float32") == "XLA alone, without C++ kernels: they are for bfloat16, and this is float32"
+    monkeypatch.setattr(build, "auto_dtype", lambda platform: "float32")
+    assert build.why_not("bfloat16") == "this CPU doesn't multiply bfloat16"
+    monkeypatch.setattr(build, "why_not", lambda dtype: None)
+    assert build.chosen("auto", "bfloat16") and build.told("native", "bfloat16") == "C++ kernels"
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+MODEL = ModelSpec(
+    family="qwen2", vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=32, norm_eps=1e-6, rope=RopeSpec(10000.0), max_context=128, qkv_bias=True,
+)  # fmt: skip
+LORA = LoraSpec(rank=4, alpha=8.0, unembed=True)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Rows of any number, in bf16, with an adapter of numbers that matter in row 1."""
+    settings = EngineSettings(
+        max_slots=8, max_prefill_tokens=64, max_iterations=8, kv_bytes=1 << 22, layout="rows", page_size=4,
+        dtype=jnp.bfloat16,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "why_not", lambda dtype: None)  # the machine may have no bf16 units
+        engine = Engine(MODEL, settings, Bytes())
+    assert engine.compiler.spec.layout.native
+    params = random_params()
+    stack = empty_stack(MODEL, LORA.rank, 3, jnp.bfloat16)
+    engine.load(decoder.unstack(params, MODEL, jnp.bfloat16, packed=True), 0, stack)
+    engine.set_adapter(1, random_adapter(), scale=LORA.scale, version=0)
+    return engine
+
+
+def random_params():
+    tree = decoder.init_params(MODEL, jax.random.key(0))
+    scaled = {name: leaf * (1 if name.endswith("norm") else 6) for name, leaf in tree["layers"].items()}
+    key = jax.random.key(7)
+    biases = {name: 0.3 * jax.random.normal(key, scaled[name].shape) for name in ("q_bias", "k_bias", "v_bias")}
+    return {**tree, "layers": {**scaled, **biases}, "head": tree["head"] * 15}
+
+
+def random_adapter():
+    def random(leaf):
+        return jnp.asarray(0.1 * np.random.default_rng(leaf.size).normal(size=leaf.shape), jnp.float32)
+
+    return jax.tree.map(random, init_adapter(MODEL, LORA, 0))
+
+
+@pytest.mark.parametrize("adapter", [0, 1])
+@pytest.mark.parametrize("count", [1, 5])
+def test_an_engine_s_log_probs_are_the_model_s(engine, adapter, count):
+    requests = [
+        SampleRequest(f"{i}", prompt, SamplingParams(max_tokens=12, stop=(), seed=i), 1, adapter=adapter)
+        for i, prompt in enumerate(prompts(count, seed=adapter))
+    ]
+    params = random_params()
+    for request, result in zip(requests, engine.generate(requests), strict=True):
+        (completion,) = result.completions
+        sequence = jnp.asarray([*request.prompt, *completion.tokens], jnp.int32)[None]
+        lora = Adapters(random_adapter(), jnp.float32(LORA.scale)) if adapter else None
+        hidden, _ = decoder.forward(params, MODEL, sequence, jnp.arange(sequence.shape[1], dtype=jnp.int32)[None],
+                                    jnp.full(sequence.shape, sequence.shape[1], jnp.int32), adapters=lora)  # fmt: skip
+        table = jax.nn.log_softmax(decoder.logits(params, hidden, lora)[0])
+        at = np.arange(len(request.prompt) - 1, sequence.shape[1] - 1)
+        np.testing.assert_allclose(completion.logprobs, table[at, sequence[0, at + 1]], atol=0.15)
