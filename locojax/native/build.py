@@ -30,7 +30,7 @@ FOLDER = "native"
 COMPILERS = ("c++", "g++", "clang++")
 """Looked for in this order, after $CXX."""
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 KERNELS = (
     "locojax_matmul_bf16", "locojax_matmul_f32", "locojax_attend_rows", "locojax_head_masses", "locojax_head_values",
     "locojax_head_block", "locojax_adapted",

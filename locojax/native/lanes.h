@@ -1,5 +1,5 @@
-// Sixteen fp32 lanes and products of bf16 pairs: AVX-512 BF16 where the compiler targets it, else the same in plain C++,
-// which is slow and there so that the kernels can be tested on any machine.
+// Sixteen fp32 lanes and products of bf16 pairs: AVX-512 BF16 where the compiler targets it, else the same for any
+// processor, which is slower and there so that the kernels can be tested on all.
 #pragma once
 
 #include <cmath>
@@ -92,97 +92,64 @@ inline F32 SumEach(const F32* x) {
   return Add(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
-#else  // plain C++
+#else  // what GCC and Clang make of vectors on any processor
 
-struct F32 {
-  float lane[kLanes];
-};
-struct Pairs {
-  bf16 lane[2 * kLanes];
-};
+typedef float F32 __attribute__((vector_size(64)));
+typedef uint32_t Pairs __attribute__((vector_size(64)));
 
-inline float Widen(bf16 x) {
-  const uint32_t bits = uint32_t(x) << 16;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
+inline F32 Zero() { return F32{}; }
+inline F32 Fill(float x) { return F32{} + x; }
+template <class T>
+inline T Copy(const void* from) {
+  T out;
+  std::memcpy(&out, from, sizeof out);
   return out;
 }
-inline bf16 Narrow(float x) {  // to the nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  if (x != x) return bf16(bits >> 16) | 0x40;
-  return bf16((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+inline F32 Load(const float* from) { return Copy<F32>(from); }
+inline void Store(float* to, F32 x, int count = kLanes) { std::memcpy(to, &x, count * sizeof(float)); }
+inline Pairs Narrow(F32 x) {  // to the nearest, ties to even; what isn't a number stays none
+  const Pairs bits = (Pairs)x;
+  return x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : (bits >> 16) | 0x40;
 }
-template <class Function>
-inline F32 Each(Function function) {
-  F32 out;
-  for (int i = 0; i < kLanes; ++i) out.lane[i] = function(i);
-  return out;
-}
-inline F32 Fill(float x) {
-  return Each([=](int) { return x; });
-}
-inline F32 Zero() { return Fill(0.0f); }
-inline F32 Load(const float* from) {
-  return Each([=](int i) { return from[i]; });
-}
-inline void Store(float* to, F32 x, int count = kLanes) { std::memcpy(to, x.lane, count * sizeof(float)); }
 inline void Store(bf16* to, F32 x, int count) {
-  for (int i = 0; i < count; ++i) to[i] = Narrow(x.lane[i]);
+  const Pairs narrow = Narrow(x);
+  for (int i = 0; i < count; ++i) to[i] = bf16(narrow[i]);
 }
-inline Pairs LoadPairs(const bf16* from) {
-  Pairs out;
-  std::memcpy(out.lane, from, sizeof out.lane);
-  return out;
-}
-inline Pairs FillPair(const bf16* from) {
-  Pairs out;
-  for (int i = 0; i < 2 * kLanes; ++i) out.lane[i] = from[i & 1];
-  return out;
-}
-inline F32 Evens(Pairs x) {
-  return Each([&](int i) { return Widen(x.lane[2 * i]); });
-}
-inline F32 Odds(Pairs x) {
-  return Each([&](int i) { return Widen(x.lane[2 * i + 1]); });
-}
+inline Pairs LoadPairs(const bf16* from) { return Copy<Pairs>(from); }
+inline Pairs FillPair(const bf16* from) { return Pairs{} + Copy<uint32_t>(from); }
+inline F32 Evens(Pairs x) { return (F32)(x << 16); }
+inline F32 Odds(Pairs x) { return (F32)(x & 0xffff0000u); }
 inline void StoreBoth(bf16* to, F32 evens, F32 odds) {
-  for (int i = 0; i < kLanes; ++i) to[2 * i] = Narrow(evens.lane[i]), to[2 * i + 1] = Narrow(odds.lane[i]);
+  const Pairs both = Narrow(evens) | Narrow(odds) << 16;
+  std::memcpy(to, &both, sizeof both);
 }
 inline void StoreInTurns(bf16* to, const bf16* row, const bf16* next) {
   for (int i = 0; i < kLanes; ++i) to[2 * i] = row[i], to[2 * i + 1] = next[i];
 }
-inline F32 Add(F32 a, F32 b) {
-  return Each([&](int i) { return a.lane[i] + b.lane[i]; });
-}
-inline F32 Sub(F32 a, F32 b) {
-  return Each([&](int i) { return a.lane[i] - b.lane[i]; });
-}
-inline F32 Mul(F32 a, F32 b) {
-  return Each([&](int i) { return a.lane[i] * b.lane[i]; });
-}
-inline F32 Fma(F32 a, F32 b, F32 c) {
-  return Each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
-}
-inline F32 Max(F32 a, F32 b) {
-  return Each([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
-inline F32 Dot(F32 sum, Pairs a, Pairs b) { return Add(sum, Add(Mul(Evens(a), Evens(b)), Mul(Odds(a), Odds(b)))); }
+inline F32 Add(F32 a, F32 b) { return a + b; }
+inline F32 Sub(F32 a, F32 b) { return a - b; }
+inline F32 Mul(F32 a, F32 b) { return a * b; }
+inline F32 Fma(F32 a, F32 b, F32 c) { return a * b + c; }
+inline F32 Max(F32 a, F32 b) { return a > b ? a : b; }
+inline F32 Dot(F32 sum, Pairs a, Pairs b) { return sum + (Evens(a) * Evens(b) + Odds(a) * Odds(b)); }
 inline float Sum(F32 x) {
   float out = 0.0f;
-  for (float lane : x.lane) out += lane;
+  for (int i = 0; i < kLanes; ++i) out += x[i];
   return out;
 }
 inline float Largest(F32 x) {
-  float out = x.lane[0];
-  for (float lane : x.lane) out = lane > out ? lane : out;
+  float out = x[0];
+  for (int i = 1; i < kLanes; ++i) out = x[i] > out ? x[i] : out;
   return out;
 }
 inline F32 Exp(F32 x) {
-  return Each([&](int i) { return x.lane[i] < -87.0f ? 0.0f : std::exp(x.lane[i]); });
+  for (int i = 0; i < kLanes; ++i) x[i] = x[i] < -87.0f ? 0.0f : std::exp(x[i]);
+  return x;
 }
 inline F32 SumEach(const F32* x) {
-  return Each([&](int i) { return Sum(x[i]); });
+  F32 out;
+  for (int i = 0; i < kLanes; ++i) out[i] = Sum(x[i]);
+  return out;
 }
 
 #endif
