@@ -59,7 +59,7 @@ _ENGINE_OPTIONS = {
     "rows": "rows of row_tokens in a training micro-batch",
     "compute_dtype": "of training: auto, float32 or bfloat16",
     "sample_dtype": "of sampling: auto, float32 or bfloat16",
-    "kernels": "of sampling on CPU: native (C++, for bfloat16, compiled at the first start), xla, or auto: the faster",
+    "kernels": "on CPU: native (C++, for bfloat16; compiled at the first start), xla, or auto: the faster one",
     "max_context": "prompt and completion together, in tokens; default: the model's own",
     "kv_bytes": "memory for keys and values of sampling; auto: what all slots can use, at most a sixth of the memory",
     "max_slots": "samples that run at once",

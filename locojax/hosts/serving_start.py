@@ -68,10 +68,10 @@ def start(
         base = tenant_checkpoints.identify(settings.name or settings.model, model.spec, model.params)
         progress("moving the weights to the devices")
         model = _shared(settings, model)
-        trainer = _trainer(settings, model, clock)
         if settings.kernels != "xla":
             progress("looking for the C++ kernels, or compiling them")
-        log.info("sampling by %s", native.told(settings.kernels, _dtype(settings.sample_dtype)))
+        log.info("computing with %s", native.told(settings.kernels, _dtype(settings.sample_dtype)))
+        trainer = _trainer(settings, model, clock)
         engine = _engine(settings, model, clock)
     samplers = Samplers(engine, max_resident=settings.max_resident_samplers)
     if settings.warm_up:
@@ -155,6 +155,7 @@ def _trainer(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> 
             max_rank=settings.max_rank,
             compute_dtype=settings.compute_dtype,
             remat=settings.remat,
+            kernels=settings.kernels,
         ),
         phase=clock.phase,
     )

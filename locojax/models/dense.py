@@ -57,14 +57,16 @@ INNER = "inner"
 """Name, for remat policies, of an adapter's inner activation, scale * x @ a: few columns, dear to make again."""
 
 
-def dense(x: Array, w: Array | Packed, w_t: Array | None = None, *, train: bool = True) -> Array:
-    """x [..., D] @ w [D, F], in x's dtype. Packed, it has no backward pass.
+def dense(x: Array, w: Array | Packed, w_t: Array | Packed | None = None, *, train: bool = True) -> Array:
+    """x [..., D] @ w [D, F], in x's dtype.
 
     With `w_t` [F, D], the transpose as an array of its own, the backward pass multiplies by that: on CPU `g @ w.T` runs
     at half the speed of `g @ w_t`. It takes no gradient. `train` False: w gets none either, and x is not kept for it.
+    Packed, w never gets one, and there is a backward pass only with `w_t`, packed too.
     """
     if isinstance(w, Packed):
-        return ops.matmul(x, w)
+        return _packed_dense(x, w, w_t) if isinstance(w_t, Packed) else ops.matmul(x, w)
+    assert not isinstance(w_t, Packed)
     w = w.astype(x.dtype)
     if w_t is None:
         return matmul(x, w)
@@ -90,6 +92,22 @@ def _dense_bwd(train: bool, kept, g: Array):
 
 
 _dense.defvjp(_dense_fwd, _dense_bwd)
+
+
+@jax.custom_vjp
+def _packed_dense(x: Array, w: Packed, w_t: Packed) -> Array:
+    return ops.matmul(x, w)
+
+
+def _packed_fwd(x: Array, w: Packed, w_t: Packed):
+    return ops.matmul(x, w), w_t
+
+
+def _packed_bwd(w_t: Packed, g: Array):
+    return ops.matmul(g, w_t), None, None
+
+
+_packed_dense.defvjp(_packed_fwd, _packed_bwd)
 
 
 @jax.custom_vjp

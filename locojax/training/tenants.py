@@ -26,6 +26,8 @@ from locojax.errors import CapacityError, ConfigError, RequestError
 from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import LoraSpec, adapter_parameters, init_adapter
 from locojax.models.spec import ModelSpec
+from locojax.native import build as native
+from locojax.native import ops
 from locojax.training import programs, tenant_programs
 from locojax.training.inputs import check_data
 from locojax.training.losses import LossConfig, find_loss
@@ -38,7 +40,7 @@ from locojax.training.tenant_rows import Row, option_values, stack_rows, tenant_
 from locojax.training.tenant_state import checked_state, narrow, ranks, widen
 from locojax.training.tenant_work import RowProgram, Tenant, Work
 from locojax.training.trainer import Phase, no_phase
-from locojax.types import AdamParams, Datum, OptimStepResult
+from locojax.types import AdamParams, Datum, Kernels, OptimStepResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,7 @@ class TenantSettings:
       max_targets: targets a position that cross_entropy may have; each power of two up to it is a program of its own.
       short_row_tokens, short_rows: a second shape of micro-batch, for calls all of whose data fit into such a row: they
         don't wait for a long row's worth of padding, nor attend over it. None: one shape for all.
+      kernels: whose products with the base; see `native.build`.
     """
 
     row_tokens: int
@@ -69,6 +72,7 @@ class TenantSettings:
     max_targets: int = 128
     short_row_tokens: int | None = None
     short_rows: int = 1
+    kernels: Kernels = "auto"
 
     def __post_init__(self) -> None:
         TrainerSettings(  # raises for what both have
@@ -113,7 +117,10 @@ class TenantTrainer:
         base = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), base_params)
         keep = settings.keep_transposes
         keep = jax.default_backend() == "cpu" if keep == "auto" else keep
-        self._fixed = Fixed(base, programs.transposed(base, dtype) if keep else {})
+        transposes = programs.transposed(base, dtype) if keep else {}
+        if keep and native.chosen(settings.kernels, dtype):
+            base, transposes = {**base, "layers": _packed(base["layers"])}, _packed(transposes)
+        self._fixed = Fixed(base, transposes)
         self._bank = tenant_programs.empty_bank(spec, settings.max_adapters, settings.max_rank)
         self._tenants: dict[str, Tenant] = {}
         self._metric_names = tenant_programs.metric_names()
@@ -378,6 +385,12 @@ class TenantTrainer:
         trees = [widen(self.spec, self.settings.max_rank, tree) for tree in own]
         count = np.int32(optimizer["count"] if optimizer else 0)
         self._bank = self._call("write", self._bank, np.int32(slot), *trees, count)
+
+
+@jax.jit
+def _packed(layers: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Matrices as the C++ kernels read them; vectors as they are."""
+    return {name: ops.pack(leaf) if leaf.ndim == 3 and ops.packs(leaf.shape) else leaf for name, leaf in layers.items()}
 
 
 def _hyper(adam: AdamParams) -> Hyper:
