@@ -11,7 +11,9 @@ from rollout_models import Bytes, prompts
 
 from locojax.errors import ConfigError
 from locojax.models import attention, decoder
+from locojax.models.logprobs import target_logprobs_plain
 from locojax.models.lora import Adapters, LoraSpec, OfLayer, adapted_product, empty_stack, init_adapter, present_in
+from locojax.models.packed_logprobs import packed_target_logprobs
 from locojax.models.spec import ModelSpec, RopeSpec
 from locojax.native import build, ops
 from locojax.rollout import head
@@ -19,7 +21,8 @@ from locojax.rollout.engine import Engine
 from locojax.rollout.programs import pick_adapters
 from locojax.rollout.sampling import WholeLogits
 from locojax.rollout.settings import EngineSettings
-from locojax.types import SampleRequest, SamplingParams
+from locojax.training.tenants import TenantSettings, TenantTrainer
+from locojax.types import AdamParams, Datum, SampleRequest, SamplingParams
 
 BF16_STEP = 2.0**-8  # of a number of 1: what rounding to bf16 changes is half of it
 
@@ -235,6 +238,90 @@ def test_a_number_that_isn_t_one_is_not_lost_in_a_maximum():
     found, own = head.logits(weights, hidden, None).masses(jnp.ones(3), jnp.ones(3, bool))
     assert np.isnan(found.mass[1]).all() and np.isnan(own[1]).all()
     assert np.isfinite(found.mass[::2]).all()
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("N", "D", "V", "r"), [(5, 64, 512, 4), (97, 32, 1088, 8), (200, 64, 320, 2), (193, 96, 256, 40)]
+)
+def test_log_probs_of_targets_and_their_gradient(N, D, V, r):
+    hidden, weight, inner, b = draw(N, D), draw(D, V, scale=0.3), draw(N, r), draw(r, V, scale=0.3)
+    rng = np.random.default_rng(N)
+    targets = jnp.asarray(rng.integers(0, V, (N, 1)), jnp.int32)
+    active, learning = (jnp.asarray(rng.random(N) < share) for share in (0.8, 0.9))
+    g = jnp.asarray(rng.normal(size=(N, 1)) * (rng.random((N, 1)) < 0.7), jnp.float32)
+    unread = ~active[:, None] & (jnp.arange(D)[None] == 3)  # what isn't active isn't read
+    head_ = ops.Unembedding.of(weight)
+
+    def ours(hidden, inner, b):
+        return packed_target_logprobs(hidden, head_, (inner, b), targets, active, learning)
+
+    def plain(hidden, inner, b):
+        return target_logprobs_plain(hidden, weight.astype(jnp.float32), targets, active, low_rank=(inner, b))[0]
+
+    wide = [each.astype(jnp.float32) for each in (hidden, inner, b)]
+    expected, pull = jax.vjp(plain, *wide)
+    found, pull_ours = jax.vjp(jax.jit(ours), jnp.where(unread, jnp.nan, hidden), inner, wide[2])
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    wanted = pull(jnp.where(learning[:, None], g, 0))
+    for name, one, other in zip(("hidden", "inner", "b"), pull_ours(g), wanted, strict=True):
+        assert np.isfinite(exact(one)).all(), name
+        # d(logits) is rounded to bf16, and so is what reaches bf16 inputs.
+        size = np.abs(np.asarray(other)).max()
+        np.testing.assert_allclose(exact(one), other, rtol=BF16_STEP, atol=2 * BF16_STEP * size, err_msg=name)
+        error = np.linalg.norm(exact(one) - np.asarray(other)) / np.linalg.norm(other)
+        assert error < BF16_STEP, (name, error)
+
+
+def test_a_token_that_is_all_but_sure_keeps_its_gradient():
+    """1 - p is made before it is rounded: in bf16, a p near 1 is 1."""
+    weight = jnp.zeros((64, 128), jnp.bfloat16).at[0, 7].set(12.0)
+    hidden = jnp.zeros((1, 64), jnp.bfloat16).at[0, 0].set(1.0)
+    inner, b, on = jnp.zeros((1, 2), jnp.bfloat16), jnp.zeros((2, 128)), jnp.ones(1, bool)
+
+    def logprob(hidden):
+        targets = jnp.full((1, 1), 7, jnp.int32)
+        return packed_target_logprobs(hidden, ops.Unembedding.of(weight), (inner, b), targets, on, on)[0, 0]
+
+    p = 1 / (1 + 127 * np.exp(-12.0))
+    np.testing.assert_allclose(jax.grad(logprob)(hidden).astype(jnp.float32)[0, 0], 12 * (1 - p), rtol=BF16_STEP)
+
+
+def test_a_position_of_nan_is_seen_and_stays_alone():
+    hidden, on = draw(4, 64).at[2, 1].set(jnp.nan), jnp.ones(4, bool)
+    head_, inner, b = ops.Unembedding.of(draw(64, 256)), draw(4, 2), jnp.zeros((2, 256))
+
+    def logprobs(hidden):
+        return packed_target_logprobs(hidden, head_, (inner, b), jnp.zeros((4, 1), jnp.int32), on, on)
+
+    found, pull = jax.vjp(logprobs, hidden)
+    assert np.isnan(found[2]).all() and np.isfinite(np.delete(found, 2)).all()
+    (d,) = pull(jnp.ones((4, 1)).at[2].set(0.0))  # quarantined
+    assert np.isfinite(d.astype(jnp.float32)).all() and not d[2].any()
+
+
+def test_tenants_train_alike_by_both():
+    """The same gradient from the kernels as from XLA: what a step of Adam reads, up to bf16."""
+    data = [Datum(np.arange(9, dtype=np.int32) + i, {"target_tokens": np.arange(9) + i + 1, "weights": np.ones(9, "f")})
+            for i in range(3)]  # fmt: skip
+    norms = {}
+    for kernels in ("native", "xla"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "why_not", lambda dtype: None)
+            settings = TenantSettings(32, max_rank=4, max_adapters=2, compute_dtype="bfloat16", kernels=kernels)
+            trainer = TenantTrainer(MODEL, random_params(), settings)
+        trainer.create("m", LORA, 0)
+        norms[kernels] = []
+        for _ in range(3):
+            work = trainer.begin("m", data, "cross_entropy")
+            while not work.done:
+                trainer.advance([work])
+            loss = work.result().metrics["loss:sum"]
+            norms[kernels].append((loss, trainer.optim_step("m", AdamParams(1e-2)).metrics["grad_norm"]))
+    np.testing.assert_allclose(norms["native"], norms["xla"], rtol=0.03)
+    assert norms["native"][2][0] < norms["native"][0][0]
 
 
 # --- how they are made ------------------------------------------------------------------------------------------------

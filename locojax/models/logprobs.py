@@ -118,7 +118,7 @@ def target_logprobs_plain(
     return jnp.where(active[:, None], logprobs, 0.0), jnp.where(active, entropy, 0.0)
 
 
-def _order(first: Array, second: Array, tile: int) -> tuple[Array, Array, Array]:
+def positions_in_order(first: Array, second: Array, tile: int) -> tuple[Array, Array, Array]:
     """Positions in the order first, second, rest, padded by a tile of N (which scatters drop); and the two counts.
 
     `first` implies `second`. Returns (i32[N + tile], number in first, number in second).
@@ -133,7 +133,7 @@ def _order(first: Array, second: Array, tile: int) -> tuple[Array, Array, Array]
     return order, num_first, jnp.sum(second, dtype=jnp.int32)
 
 
-def _take(array: Array, index: Array) -> Array:
+def taken(array: Array, index: Array) -> Array:
     """Rows of `array`; zeros for an index of N. The select keeps whatever row a clipped gather read out of it."""
     valid = (index < array.shape[0]).reshape((-1,) + (1,) * (array.ndim - 1))
     return jnp.where(valid, jnp.take(array, index, axis=0, mode="clip"), 0)
@@ -200,14 +200,14 @@ def _forward(plan, with_entropy, keep_slope, hidden, weight, low_rank, targets, 
     where learning."""
     N, D = hidden.shape
     M = plan.tile
-    order, num_learning, num_active = _order(learning, active, M)
+    order, num_learning, num_active = positions_in_order(learning, active, M)
     head, inner = _head_and_inner(plan, weight, low_rank)
 
     def tile_step(i, carry, slope_too):
         logprobs, entropy, log_norms, slope = carry
         index = jax.lax.dynamic_slice_in_dim(order, i * M, M)
-        wanted = _take(targets, index)
-        inputs = head.inputs(_take(hidden, index), None if inner is None else _take(inner, index))
+        wanted = taken(targets, index)
+        inputs = head.inputs(taken(hidden, index), None if inner is None else taken(inner, index))
         found = _pass_over(head, inputs, wanted, with_entropy, slope_too)
         picked = found.picked - found.log_norm[:, None]
         logprobs = logprobs.at[index].set(picked, mode="drop")
@@ -285,16 +285,16 @@ def _backward(plan, hidden, weight, low_rank, targets, learning, log_norms, entr
     if plan.entropy:
         needed = needed | (g_entropy != 0)
     needed = needed & learning
-    order, num_needed, _ = _order(needed, needed, M)
+    order, num_needed, _ = positions_in_order(needed, needed, M)
     head, inner = _head_and_inner(plan, weight, low_rank)
 
     def tile_step(i, carry):
         d_hidden, d_weight, d_low_rank = carry
         index = jax.lax.dynamic_slice_in_dim(order, i * M, M)
-        x, wanted = _take(hidden, index), _take(targets, index)
-        x_inner = None if inner is None else _take(inner, index).astype(hidden.dtype)
+        x, wanted = taken(hidden, index), taken(targets, index)
+        x_inner = None if inner is None else taken(inner, index).astype(hidden.dtype)
         inputs = head.inputs(x, x_inner)
-        known = _Cotangents(*(_take(each, index) for each in (g, g_entropy, log_norms, entropies)))
+        known = _Cotangents(*(taken(each, index) for each in (g, g_entropy, log_norms, entropies)))
 
         def one(chunk, carry):
             d_inputs, d_weight, d_b = carry

@@ -135,3 +135,46 @@ class PackedHead:
 
     def _inputs(self, hidden: Array) -> tuple[Array, ...]:
         return hidden, self.weight.panels, self.which, self.scale, self.a, self.b
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Unembedding:
+    """A head for training: packed [D, V], and its transpose [V, D]."""
+
+    weight: Packed
+    transposed: Packed
+
+    @classmethod
+    def of(cls, head: Array) -> Unembedding:
+        """head [D, V]."""
+        return cls(pack(head), pack(head.T))
+
+
+def suits_loss(D: int, V: int) -> bool:
+    """Whether `loss_forward` takes a head [D, V]."""
+    return D % 2 == 0 and V % PANEL == 0
+
+
+def loss_forward(
+    x: Array, inner: Array, head: Unembedding, b: Array, targets: Array, count: Array
+) -> tuple[Array, Array]:
+    """(targets' logits, log-sums of the logits' exponentials), f32[M] each, of the first `count` i32[] rows; else 0.
+
+    Logits: x bf16[M, D] @ head + inner bf16[M, r] @ b bf16[r, V], r even. targets i32[M].
+    """
+    out = jax.ShapeDtypeStruct(targets.shape, jnp.float32)
+    call = jax.ffi.ffi_call("locojax_loss_forward", [out, out])
+    picked, log_norm = call(x, inner, head.weight.panels, b, targets, count.reshape(1))
+    return picked, log_norm
+
+
+def loss_backward(
+    x: Array, inner: Array, head: Unembedding, b: Array, targets: Array, log_norm: Array, g: Array, count: Array
+) -> tuple[Array, Array, Array]:
+    """What a cotangent g f32[M] of the log-probs brings: d(x) f32[M, D], d(inner) f32[M, r], d(b) f32[r, V]."""
+    outs = [jax.ShapeDtypeStruct(like.shape, jnp.float32) for like in (x, inner, b)]
+    call = jax.ffi.ffi_call("locojax_loss_backward", outs)
+    inputs = (x, inner, head.weight.panels, b, head.transposed.panels, b.T, targets, log_norm, g, count.reshape(1))
+    d_x, d_inner, d_b = call(*inputs)
+    return d_x, d_inner, d_b

@@ -63,6 +63,17 @@ struct Tile {
           Store(out + r * stride + v * kLanes, sums[r][v], std::min(kLanes, columns - v * kLanes));
   }
 
+  // Adds all columns to fp32 sums, rows `stride` numbers apart.
+  void AddTo(float* sums_before, int64_t stride) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) {
+        float* at = sums_before + r * stride + v * kLanes;
+        Store(at, Add(Load(at), sums[r][v]), kLanes);
+      }
+  }
+
   // All columns of row r, to where(r).
   template <class Where>
   void WriteEach(Where where) const {

@@ -24,12 +24,16 @@ from jaxtyping import Bool, Float, Int
 from locojax.models import decoder
 from locojax.models.logprobs import target_logprobs
 from locojax.models.lora import HEAD, Adapters, empty_stack, stack_axis
+from locojax.models.packed_logprobs import packed_target_logprobs, suits
 from locojax.models.spec import ModelSpec
 from locojax.training import programs
 from locojax.training.losses import LOSSES, Loss, LossOutput
 from locojax.training.programs import Fixed, HostOrDevice, Hyper, MicroBatch, Outputs, ProgramSpec, Tree, quarantine
 
 WEIGHTS = "weights"
+
+PACKED_HEAD = "packed_head"
+"""In the base's tree, the unembedding for the C++ kernels, where they are used."""
 
 POLICY_INPUTS = ("logprobs", "advantages", "old_logprobs", "sequence_ratio_mask")
 """Inputs that every row carries, f32[R, T], whatever its loss; besides `weights` f32[R, T, K]."""
@@ -142,18 +146,7 @@ def _row_loss(
     low_rank = None
     if head is not None:
         low_rank = ((hidden @ head["a"].astype(hidden.dtype)) * row.scale.astype(hidden.dtype), head["b"])
-    logprobs, entropy = target_logprobs(
-        hidden,
-        params["embed"] if spec.model.tied_embeddings else params["head"],
-        row.targets,
-        row.scored,
-        tile=min(spec.tile_tokens, hidden.shape[0]),
-        low_rank=low_rank,
-        with_entropy=spec.with_entropy,
-        train_head=False,
-        vocab_first=spec.model.tied_embeddings,
-        learning=row.reads,
-    )
+    logprobs, entropy = _logprobs(spec, params, hidden, low_rank, row)
     on, num_nonfinite = quarantine(logprobs, row.reads, row.segments)
     lp = jnp.where(on[:, None], logprobs, 0.0)
     names = tuple(sorted({name for own in metric_names().values() for name in own}))
@@ -168,6 +161,28 @@ def _row_loss(
         "entropy": jnp.sum(jnp.where(on, entropy, 0.0)),
     }
     return total, Outputs(logprobs, elementwise, entropy, metrics)
+
+
+def _logprobs(
+    spec: ProgramSpec, params: Tree, hidden: Array, low_rank: tuple[Array, Array] | None, row: _Row
+) -> tuple[Array, Array]:
+    """Of the row's targets [T, K], and the entropy [T] or zeros."""
+    packed = params.get(PACKED_HEAD)
+    if low_rank is not None and suits(packed, low_rank, row.targets.shape[1]) and not spec.with_entropy:
+        found = packed_target_logprobs(hidden, packed, low_rank, row.targets, row.scored, row.reads)
+        return found, jnp.zeros(found.shape[0], jnp.float32)
+    return target_logprobs(
+        hidden,
+        params["embed"] if spec.model.tied_embeddings else params["head"],
+        row.targets,
+        row.scored,
+        tile=min(spec.tile_tokens, hidden.shape[0]),
+        low_rank=low_rank,
+        with_entropy=spec.with_entropy,
+        train_head=False,
+        vocab_first=spec.model.tied_embeddings,
+        learning=row.reads,
+    )
 
 
 def _forward(spec: ProgramSpec, layers: Tree, params: Tree, rows: Rows) -> Array:

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from locojax.errors import CapacityError, ConfigError, RequestError
+from locojax.models import decoder
 from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import LoraSpec, adapter_parameters, init_adapter
 from locojax.models.spec import ModelSpec
@@ -120,6 +121,8 @@ class TenantTrainer:
         transposes = programs.transposed(base, dtype) if keep else {}
         if keep and native.chosen(settings.kernels, dtype):
             base, transposes = {**base, "layers": _packed(base["layers"])}, _packed(transposes)
+            if ops.suits_loss(spec.hidden_size, spec.vocab_size):
+                base[tenant_programs.PACKED_HEAD] = jax.jit(ops.Unembedding.of)(decoder.head_weight(base))
         self._fixed = Fixed(base, transposes)
         self._bank = tenant_programs.empty_bank(spec, settings.max_adapters, settings.max_rank)
         self._tenants: dict[str, Tenant] = {}
