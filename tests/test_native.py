@@ -140,6 +140,51 @@ def test_heads_that_there_is_a_form_for():
     assert ops.attends(9, 3, 64) and not ops.attends(9, 3, 80) and not ops.attends(9, 2, 64)
 
 
+def untils(T, *ends):
+    """Rows of segments that end there; the last tokens are padding."""
+    out = np.arange(1, T + 1)
+    start = 0
+    for end in ends:
+        out[start:end] = end
+        start = end
+    return out
+
+
+SHARED = untils(150)
+SHARED[:20] = 130  # a prefix of two continuations
+SHARED[20:70] = 70
+SHARED[70:130] = 130
+
+
+@pytest.mark.parametrize(
+    ("rows", "K", "G", "h"),
+    [([untils(70, 70)], 1, 1, 64), ([untils(200, 50, 51, 180), untils(200, 200)], 2, 3, 32), ([SHARED], 1, 2, 64),
+     ([untils(97, 97)], 3, 1, 96), ([untils(33, 20)], 1, 2, 128), ([untils(130, 64, 129)], 2, 2, 8)],
+)  # fmt: skip
+def test_attention_within_packed_rows_and_its_gradient(rows, K, G, h):
+    until = jnp.asarray(np.stack(rows), jnp.int32)
+    R, T = until.shape
+    q, k, v, g = draw(R, T, K * G, h), draw(R, T, K, h, seed=1), draw(R, T, K, h, seed=2), draw(R, T, K * G, h, seed=3)
+    wide = [each.astype(jnp.float32) for each in (q, k, v)]
+    expected, pull = jax.vjp(lambda q, k, v: attention.packed(q, k, v, until), *wide)
+    ours, pull_ours = jax.vjp(jax.jit(lambda q, k, v: attention.packed(q, k, v, until, kernel="native")), q, k, v)
+    np.testing.assert_allclose(exact(ours), expected, rtol=BF16_STEP, atol=2 * BF16_STEP)
+    for name, one, other in zip("qkv", pull_ours(g), pull(g.astype(jnp.float32)), strict=True):
+        error = np.linalg.norm(exact(one) - np.asarray(other)) / np.linalg.norm(other)
+        assert error < 2 * BF16_STEP, (name, error)
+        size = np.abs(np.asarray(other)).max()
+        np.testing.assert_allclose(exact(one), other, rtol=2 * BF16_STEP, atol=4 * BF16_STEP * size, err_msg=name)
+
+
+def test_attention_within_rows_keeps_what_is_no_number_where_it_is_seen():
+    until = jnp.asarray(untils(200, 100, 200)[None], jnp.int32)
+    q, k, v = draw(1, 200, 2, 32), draw(1, 200, 1, 32, seed=1), draw(1, 200, 1, 32, seed=2)
+    clean = np.asarray(attention.packed(q, k, v, until, kernel="native").astype(jnp.float32))
+    dirty = np.asarray(attention.packed(q, k.at[0, 150].set(jnp.nan), v, until, kernel="native").astype(jnp.float32))
+    assert np.isnan(dirty[0, 150:]).all()
+    np.testing.assert_array_equal(dirty[0, :100], clean[0, :100])
+
+
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 SCALE = jnp.asarray([0.0, 1.0, 0.5, 2.0], jnp.float32)

@@ -27,9 +27,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from locojax.models import kernels
 from locojax.models.dense import as_two
+from locojax.native import ops
 
-Kernel = Literal["plain", "tpu"]
-"""Which form attention takes: jax.numpy, or Pallas kernels for TPU (splash for packed rows, ragged paged to decode)."""
+Kernel = Literal["plain", "tpu", "native"]
+"""Which form attention takes: jax.numpy; Pallas kernels for TPU (splash for packed rows, ragged paged to decode); or
+`native.ops`, for whole packed rows in bf16 on CPU."""
 
 QUERY_BLOCK = 512
 """Rows longer than this are attended block of queries by block, so that scores are [R, H, QUERY_BLOCK, T] at most."""
@@ -159,6 +161,8 @@ def packed(
     """
     if kernel == "tpu":
         return kernels.splash(q, k, v, until, first=first, name=ATTENDED, window=window)
+    if kernel == "native" and first is None and window is None:
+        return _native(q, k, v, until)
     T, S = q.shape[1], k.shape[1]
     if first is None and T <= QUERY_BLOCK:
         # Static blocks of queries, each over the keys up to its own end: what lies above the diagonal isn't computed.
@@ -187,6 +191,25 @@ def packed(
 
     out = jax.lax.map(block, (jnp.arange(num_blocks, dtype=jnp.int32), qb))
     return out.swapaxes(0, 1).reshape(q.shape[0], num_blocks * size, *q.shape[2:])[:, :T]
+
+
+@jax.custom_vjp
+def _native(q: Array, k: Array, v: Array, until: Array) -> Array:
+    return ops.attention_forward(q, k, v, until)[0]
+
+
+def _native_fwd(q: Array, k: Array, v: Array, until: Array):
+    out, log_norm = (checkpoint_name(each, ATTENDED) for each in ops.attention_forward(q, k, v, until))
+    return out, (q, k, v, until, out, log_norm)
+
+
+def _native_bwd(kept, g: Array):
+    q, k, v, until, out, log_norm = kept
+    d_q, d_k, d_v = ops.attention_backward(q, k, v, until, out, log_norm, g)
+    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_native.defvjp(_native_fwd, _native_bwd)
 
 
 def chunk_with_context(q: Array, k: Array, v: Array, context_k: Array, context_v: Array, context_len: Array) -> Array:

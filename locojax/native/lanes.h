@@ -61,6 +61,10 @@ inline F32 Sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
 inline F32 Mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
 inline F32 Fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 inline F32 Max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
+// yes where a > b, else no.
+inline F32 Select(F32 a, F32 b, F32 yes, F32 no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), no, yes);
+}
 inline float Sum(F32 x) { return _mm512_reduce_add_ps(x); }
 inline float Largest(F32 x) { return _mm512_reduce_max_ps(x); }
 
@@ -131,6 +135,7 @@ inline F32 Sub(F32 a, F32 b) { return a - b; }
 inline F32 Mul(F32 a, F32 b) { return a * b; }
 inline F32 Fma(F32 a, F32 b, F32 c) { return a * b + c; }
 inline F32 Max(F32 a, F32 b) { return a > b ? a : b; }
+inline F32 Select(F32 a, F32 b, F32 yes, F32 no) { return a > b ? yes : no; }
 inline F32 Dot(F32 sum, Pairs a, Pairs b) { return sum + (Evens(a) * Evens(b) + Odds(a) * Odds(b)); }
 inline float Sum(F32 x) {
   float out = 0.0f;

@@ -178,3 +178,28 @@ def loss_backward(
     inputs = (x, inner, head.weight.panels, b, head.transposed.panels, b.T, targets, log_norm, g, count.reshape(1))
     d_x, d_inner, d_b = call(*inputs)
     return d_x, d_inner, d_b
+
+
+def attends_packed(head_dim: int) -> bool:
+    """Whether `attention_forward` takes heads of that size."""
+    return head_dim % 2 == 0 and head_dim <= 256
+
+
+def attention_forward(q: Array, k: Array, v: Array, until: Array) -> tuple[Array, Array]:
+    """`models.attention.packed` in bf16, q [R, T, H, h] and k, v [R, T, K, h] -> [R, T, H, h]; and the softmaxes'
+    log-normalizers f32[R, H, T]."""
+    R, T, H, _ = q.shape
+    outs = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((R, H, T), jnp.float32)]
+    out, log_norm = jax.ffi.ffi_call("locojax_attention_forward", outs)(q, k, v, until)
+    return out, log_norm
+
+
+def attention_backward(
+    q: Array, k: Array, v: Array, until: Array, out: Array, log_norm: Array, g: Array
+) -> tuple[Array, Array, Array]:
+    """What a cotangent g [R, T, H, h] of `out` brings to q, k and v: fp32, of their shapes."""
+    call = jax.ffi.ffi_call("locojax_attention_backward", [jax.ShapeDtypeStruct(q.shape, jnp.float32)] * 3)
+    d_q, *by_head = call(q, k, v, until, out, log_norm, g)
+    R, T, H, h = q.shape
+    d_k, d_v = (jnp.sum(each.reshape(R, T, k.shape[2], -1, h), axis=3) for each in by_head)
+    return d_q, d_k, d_v

@@ -46,6 +46,10 @@ class RowsLayout:
 
     pins_shapes = True
 
+    @property
+    def prefill_kernel(self) -> attention.Kernel:
+        return "native" if self.native else "plain"
+
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:
         K, h = spec.num_kv_heads, spec.head_dim
         page = (self.num_pages, K, self.page_size, h)

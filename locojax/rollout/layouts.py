@@ -65,6 +65,10 @@ class Layout(Protocol):
 
     pins_shapes: bool  # prefill programs are of a few sizes fixed beforehand
 
+    @property
+    def prefill_kernel(self) -> attention.Kernel:
+        """The form of attention within packed prompts."""
+
     def decode_part(self, cache: Cache) -> Cache:
         """What a decode program is given of the cache."""
 
@@ -117,6 +121,7 @@ class _OneCache(abc.ABC):
     """What layouts share in which a program is given the whole cache, and stores whole prompts."""
 
     pins_shapes = False
+    prefill_kernel: attention.Kernel = "plain"
 
     def decode_part(self, cache: Cache) -> Cache:
         return cache

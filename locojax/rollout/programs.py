@@ -226,7 +226,8 @@ def prefill(
 
     def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
         flat_k, flat_v = (x.reshape(-1, *x.shape[2:])[source] for x in (k, v))
-        return attention.packed(q, k, v, until), spec.layout.store(layer, to, flat_k, flat_v)
+        out = attention.packed(q, k, v, until, kernel=spec.layout.prefill_kernel)
+        return out, spec.layout.store(layer, to, flat_k, flat_v)
 
     hidden, layers = decoder.run_layers_unrolled(
         weights, spec.model, tokens, positions, attend, cache["layers"],

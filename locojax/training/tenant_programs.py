@@ -197,6 +197,7 @@ def _forward(spec: ProgramSpec, layers: Tree, params: Tree, rows: Rows) -> Array
         adapters=Adapters(layers, rows.scale),
         dtype=jnp.dtype(spec.compute_dtype),
         remat=spec.remat,
+        kernel=spec.attention,
     )
     return hidden
 

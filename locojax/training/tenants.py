@@ -24,6 +24,7 @@ import numpy as np
 
 from locojax.errors import CapacityError, ConfigError, RequestError
 from locojax.models import decoder
+from locojax.models.attention import Kernel
 from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import LoraSpec, adapter_parameters, init_adapter
 from locojax.models.spec import ModelSpec
@@ -113,13 +114,17 @@ class TenantTrainer:
         dtype = auto_dtype() if settings.compute_dtype == "auto" else settings.compute_dtype
         self.spec, self.settings = spec, settings
         tile = settings.tile_tokens or auto_tile()
-        self.program = ProgramSpec(spec, None, dtype, settings.remat, tile, settings.with_entropy)
+        packed = native.chosen(settings.kernels, dtype)
+        attention: Kernel = "native" if packed and ops.attends_packed(spec.head_dim) else "plain"
+        self.program = ProgramSpec(
+            spec, None, dtype, settings.remat, tile, settings.with_entropy, attention=attention
+        )
         self._phase = phase or no_phase
         base = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), base_params)
         keep = settings.keep_transposes
         keep = jax.default_backend() == "cpu" if keep == "auto" else keep
         transposes = programs.transposed(base, dtype) if keep else {}
-        if keep and native.chosen(settings.kernels, dtype):
+        if keep and packed:
             base, transposes = {**base, "layers": _packed(base["layers"])}, _packed(transposes)
             if ops.suits_loss(spec.hidden_size, spec.vocab_size):
                 base[tenant_programs.PACKED_HEAD] = jax.jit(ops.Unembedding.of)(decoder.head_weight(base))
