@@ -436,6 +436,12 @@ def test_who_uses_them(monkeypatch):
     assert build.told("auto", "float32") == "XLA alone, without C++ kernels: they are for bfloat16, and this is float32"
     monkeypatch.setattr(build, "auto_dtype", lambda platform: "float32")
     assert build.why_not("bfloat16") == "this CPU doesn't multiply bfloat16"
+    monkeypatch.setattr(build, "auto_dtype", lambda platform: "bfloat16")
+    monkeypatch.setattr(build, "give_to_jax", lambda: False)
+    monkeypatch.setattr(build, "_compiler", lambda: "old-c++")
+    build._given.cache_clear()
+    assert build.why_not("bfloat16") == "old-c++ makes no AVX-512 BF16 instructions"
+    build._given.cache_clear()
     monkeypatch.setattr(build, "why_not", lambda dtype: None)
     assert build.chosen("auto", "bfloat16") and build.told("native", "bfloat16") == "C++ kernels"
 

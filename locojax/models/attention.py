@@ -29,9 +29,11 @@ from locojax.models import kernels
 from locojax.models.dense import as_two
 from locojax.native import ops
 
-Kernel = Literal["plain", "tpu", "native"]
-"""Which form attention takes: jax.numpy; Pallas kernels for TPU (splash for packed rows, ragged paged to decode); or
-`native.ops`, for whole packed rows in bf16 on CPU."""
+Kernel = Literal["plain", "tpu"]
+"""Which form attention takes: jax.numpy, or Pallas kernels for TPU (splash for packed rows, ragged paged to decode)."""
+
+PackedKernel = Literal["plain", "tpu", "native"]
+"""The form within packed rows: as `Kernel`, or `native.ops`, in bf16 on CPU."""
 
 QUERY_BLOCK = 512
 """Rows longer than this are attended block of queries by block, so that scores are [R, H, QUERY_BLOCK, T] at most."""
@@ -150,18 +152,20 @@ def packed(
     *,
     first: Array | None = None,
     window: int | None = None,
-    kernel: Kernel = "plain",
+    kernel: PackedKernel = "plain",
 ) -> Array:
     """Causal attention within packed rows. q [R,T,H,h], k, v [R,S,K,h], until i32[R,S] -> [R,T,H,h].
 
     Args:
       first: i32[], a multiple of T: the queries are those of the rows' tokens from there on. None: of all, and S = T.
       window: a query sees the last so many tokens, itself included.
-      kernel: see `kernels.splash` for what rows it takes.
+      kernel: see `kernels.splash` for what rows it takes; native takes whole ones, without a window.
     """
     if kernel == "tpu":
         return kernels.splash(q, k, v, until, first=first, name=ATTENDED, window=window)
-    if kernel == "native" and first is None and window is None:
+    if kernel == "native":
+        if first is not None or window is not None:
+            raise ValueError("The C++ kernel for attention takes whole rows, without a window")
         return _native(q, k, v, until)
     T, S = q.shape[1], k.shape[1]
     if first is None and T <= QUERY_BLOCK:

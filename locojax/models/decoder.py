@@ -175,7 +175,7 @@ def forward(
     remat: str = "none",
     keep_kv: bool = False,
     whole: Callable[[Params], Params] | None = None,
-    kernel: attention.Kernel = "plain",
+    kernel: attention.PackedKernel = "plain",
     parts: int = 1,
 ) -> tuple[Array, tuple[Array, Array] | None]:
     """Packed rows -> final hidden states (after the last norm) [R, T, D] in `dtype`.

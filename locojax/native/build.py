@@ -71,18 +71,19 @@ def told(kernels: Kernels, dtype: str) -> str:
     return "XLA alone" if kernels == "xla" else f"XLA alone, without C++ kernels: {why_not(dtype)}"
 
 
-@functools.cache  # jax takes a kernel's name once a process
+@functools.cache  # a compiler that fails is not asked again
 def _given() -> str | None:
     try:
-        give_to_jax()
+        fast = give_to_jax()
     except NoKernels as error:
         return str(error)
-    return None
+    return None if fast else f"{_compiler()} makes no AVX-512 BF16 instructions"
 
 
-@functools.cache
-def give_to_jax() -> None:
-    """The kernels become targets of `jax.ffi.ffi_call`, on any CPU: without AVX-512 BF16 they are right, and slow.
+@functools.cache  # jax takes a kernel's name once a process
+def give_to_jax() -> bool:
+    """The kernels become targets of `jax.ffi.ffi_call`, on any CPU. Returns whether they use AVX-512 BF16; without it,
+    they are right, and slower than XLA.
 
     Raises:
       NoKernels: there is no compiler, or it failed.
@@ -95,6 +96,7 @@ def give_to_jax() -> None:
         raise NoKernels(f"{library} can't be loaded ({error})") from error
     for name, handler in handlers.items():
         jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    return bool(ctypes.c_int.in_dll(loaded, "locojax_uses_avx512").value)
 
 
 def _library() -> pathlib.Path:

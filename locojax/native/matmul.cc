@@ -45,6 +45,8 @@ ffi::Error Call(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, ffi::Buffer<ffi:
 }  // namespace
 }  // namespace locojax
 
+extern "C" const int locojax_uses_avx512 = LOCOJAX_AVX512;
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(locojax_matmul_bf16, (locojax::Call<ffi::BF16, locojax::bf16>),
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::BF16>>().Ret<ffi::Buffer<ffi::BF16>>());

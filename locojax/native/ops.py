@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 PANEL = 64
-"""Columns that lie together in a packed matrix: `kPanel` of matmul.cc."""
+"""Columns that lie together in a packed matrix: `kPanel` of tile.h."""
 
 HEAD_SIZES = (32, 64, 96, 128, 256)
 """Head dims that attention.cc has a form for."""

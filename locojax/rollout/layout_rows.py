@@ -47,7 +47,7 @@ class RowsLayout:
     pins_shapes = True
 
     @property
-    def prefill_kernel(self) -> attention.Kernel:
+    def prefill_kernel(self) -> attention.PackedKernel:
         return "native" if self.native else "plain"
 
     def new_cache(self, spec: ModelSpec, shape: Shape, dtype: Any) -> Cache:

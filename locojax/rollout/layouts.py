@@ -66,7 +66,7 @@ class Layout(Protocol):
     pins_shapes: bool  # prefill programs are of a few sizes fixed beforehand
 
     @property
-    def prefill_kernel(self) -> attention.Kernel:
+    def prefill_kernel(self) -> attention.PackedKernel:
         """The form of attention within packed prompts."""
 
     def decode_part(self, cache: Cache) -> Cache:
@@ -121,7 +121,7 @@ class _OneCache(abc.ABC):
     """What layouts share in which a program is given the whole cache, and stores whole prompts."""
 
     pins_shapes = False
-    prefill_kernel: attention.Kernel = "plain"
+    prefill_kernel: attention.PackedKernel = "plain"
 
     def decode_part(self, cache: Cache) -> Cache:
         return cache

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from locojax.models import decoder, sharding
-from locojax.models.attention import Kernel
+from locojax.models.attention import PackedKernel
 from locojax.models.likeliest import likeliest as likeliest_of
 from locojax.models.logprobs import target_logprobs
 from locojax.models.lora import Adapters, LoraSpec, low_rank
@@ -42,7 +42,7 @@ class ProgramSpec:
     remat: str
     tile_tokens: int
     with_entropy: bool
-    attention: Kernel = "plain"
+    attention: PackedKernel = "plain"
     sequence: int = 1  # devices that a row's tokens are split over
 
 

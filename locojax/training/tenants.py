@@ -24,7 +24,7 @@ import numpy as np
 
 from locojax.errors import CapacityError, ConfigError, RequestError
 from locojax.models import decoder
-from locojax.models.attention import Kernel
+from locojax.models.attention import PackedKernel
 from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import LoraSpec, adapter_parameters, init_adapter
 from locojax.models.spec import ModelSpec
@@ -115,7 +115,7 @@ class TenantTrainer:
         self.spec, self.settings = spec, settings
         tile = settings.tile_tokens or auto_tile()
         packed = native.chosen(settings.kernels, dtype)
-        attention: Kernel = "native" if packed and ops.attends_packed(spec.head_dim) else "plain"
+        attention: PackedKernel = "native" if packed and ops.attends_packed(spec.head_dim) else "plain"
         self.program = ProgramSpec(
             spec, None, dtype, settings.remat, tile, settings.with_entropy, attention=attention
         )
