@@ -1,0 +1,176 @@
+"""The C++ kernels for bf16 on CPU against what XLA makes of the same, at SmolLM2-135M's shapes.
+
+  layers N     the products of all 30 layers with N rows, one after another as decoding does them
+  attend N     their attention over 128 rows of N stored tokens
+  masses       the head for 128 rows, each with an adapter of rank 32: what drawing a token asks
+  packed       attention within rows of 4 x 256 tokens, forward and backward, of one layer
+  loss         log-probs of 512 targets under the adapted head, forward and backward
+
+Kernels and XLA take turns, so that both meet the same machine; a line is the median of `--repeats` of each. The bounds
+are the machine's own: a product of 2048 x 2048 by XLA, in the same run. The last line printed is one JSON object; its
+`ratio` is the worst line's.
+
+    python benchmarks/kernels.py [--repeats 7]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from locojax.models import attention, decoder
+from locojax.models.dense import matmul
+from locojax.models.logprobs import target_logprobs
+from locojax.models.lora import Adapters
+from locojax.models.packed_logprobs import packed_target_logprobs
+from locojax.native import build, ops
+from locojax.rollout import head
+from locojax.rollout.programs import pick_adapters
+
+D, F, V, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 576, 1536, 49152, 30, 9, 3, 64, 32
+MATRICES = ((D, D + 2 * KV_HEADS * HEAD_DIM), (D, D), (D, 2 * F), (F, D))  # qkv, o, gate and up, down
+ROWS = 128
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def draw(*shape: int, scale: float = 0.03) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(shape).normal(size=shape) * scale, jnp.bfloat16)
+
+
+def layers(rows: int) -> tuple[Case, Case]:
+    x, weights = draw(rows, D), [[draw(*shape) for shape in MATRICES] for _ in range(LAYERS)]
+
+    def run(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def all_layers(x: jax.Array, weights: Any) -> jax.Array:
+            for qkv, o, gate_up, down in weights:
+                x = x + product(product(x, qkv)[:, :D], o)
+                x = x + product(product(x, gate_up)[:, :F], down)
+            return x
+
+        return all_layers
+
+    return (run(ops.matmul), (x, jax.tree.map(ops.pack, weights))), (run(matmul), (x, weights))
+
+
+def attend(tokens: int) -> tuple[Case, Case]:
+    q, count = draw(ROWS, HEADS, HEAD_DIM, scale=1.0), jnp.full(ROWS, tokens, jnp.int32)
+    caches = [[(draw(ROWS, KV_HEADS, tokens, HEAD_DIM, scale=1.0),) for _ in "kv"] for _ in range(LAYERS)]
+
+    def run(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def all_layers(q: jax.Array, caches: Any) -> jax.Array:
+            for keys, values in caches:
+                q = form(q, keys, values, count)
+            return q
+
+        return all_layers
+
+    return (run(ops.attend_rows), (q, caches)), (run(attention.decode_rows), (q, caches))
+
+
+def masses() -> tuple[Case, Case]:
+    table, hidden = draw(V, D), draw(ROWS, D, scale=1.0)
+    stack = Adapters({"head": {"a": draw(2, D, RANK), "b": draw(2, RANK, V)}}, jnp.ones(2))
+    one, index = jnp.ones(ROWS), jnp.ones(ROWS, jnp.int32)
+
+    def run(weights: Any, hidden: jax.Array, stack: Adapters) -> Any:
+        mine = pick_adapters(stack, index, packed=True)
+        logits = head.logits({"layers": [], "embed": table, **weights}, hidden, mine)
+        found, _ = logits.masses(one, one == 1)
+        return found, logits.block(index)
+
+    return (run, ({decoder.UNEMBED: ops.pack(table.T)}, hidden, stack)), (run, ({}, hidden, stack))
+
+
+def packed() -> tuple[Case, Case]:
+    until = jnp.full((4, 256), 256, jnp.int32)
+    inputs = [draw(4, 256, heads, HEAD_DIM, scale=1.0) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def run(kernel: attention.PackedKernel) -> Callable[..., Any]:
+        def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jnp.sum(attention.packed(q, k, v, until, kernel=kernel).astype(jnp.float32))
+
+        return jax.grad(loss, argnums=(0, 1, 2))
+
+    return (run("native"), tuple(inputs)), (run("plain"), tuple(inputs))
+
+
+def loss() -> tuple[Case, Case]:
+    table, hidden, inner, b = draw(V, D), draw(512, D, scale=1.0), draw(512, RANK), draw(RANK, V).astype(jnp.float32)
+    targets, on = jnp.arange(512, dtype=jnp.int32)[:, None], jnp.ones(512, bool)
+
+    def ours(hidden: jax.Array, inner: jax.Array, b: jax.Array, unembedding: ops.Unembedding) -> jax.Array:
+        return jnp.sum(packed_target_logprobs(hidden, unembedding, (inner, b), targets, on, on))
+
+    def theirs(hidden: jax.Array, inner: jax.Array, b: jax.Array, table: jax.Array) -> jax.Array:
+        found, _ = target_logprobs(
+            hidden, table, targets, on, tile=128, low_rank=(inner, b), train_head=False, vocab_first=True
+        )
+        return jnp.sum(found)
+
+    both = (jax.value_and_grad(form, argnums=(0, 1, 2)) for form in (ours, theirs))
+    unembedding = ops.Unembedding.of(table.T)
+    return (next(both), (hidden, inner, b, unembedding)), (next(both), (hidden, inner, b, table))
+
+
+LINES: dict[str, Callable[[], tuple[Case, Case]]] = {
+    "layers 1": lambda: layers(1), "layers 8": lambda: layers(8), "layers 128": lambda: layers(128),
+    "layers 1024": lambda: layers(1024), "attend 128": lambda: attend(128), "attend 256": lambda: attend(256),
+    "masses": masses, "packed": packed, "loss": loss,
+}  # fmt: skip
+
+
+def timed(cases: tuple[Case, Case], repeats: int) -> list[float]:
+    """Milliseconds of each case, medians of runs in turns."""
+    programs = [(jax.jit(function), arguments) for function, arguments in cases]
+    for program, arguments in programs:
+        jax.block_until_ready(program(*arguments))
+    found: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for times, (program, arguments) in zip(found, programs, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            times.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(times) for times in found]
+
+
+def gemm_gflops(repeats: int) -> float:
+    x = draw(2048, 2048)
+    case: Case = (jnp.matmul, (x, x))
+    return 2 * 2048**3 / min(timed((case, case), repeats)) / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    repeats = parser.parse_args().repeats
+    reason = build.why_not("bfloat16")
+    if reason is not None:
+        raise SystemExit(f"There are no C++ kernels to measure: {reason}")
+    print(f"a product of 2048 x 2048 by XLA: {gemm_gflops(repeats):.0f} GFLOP/s")
+    print(f"{'line':12} {'ours ms':>9} {'XLA ms':>9} {'ratio':>7}")
+    ratios, lines = {}, {}
+    for name, make in LINES.items():
+        ours, theirs = timed(make(), repeats)
+        ratios[name], lines[name] = theirs / ours, {"ours_ms": ours, "xla_ms": theirs}
+        print(f"{name:12} {ours:9.2f} {theirs:9.2f} {ratios[name]:7.2f}", flush=True)
+    worst = min(ratios, key=ratios.__getitem__)
+    print(json.dumps({
+        "name": "kernels", "ours": lines[worst]["ours_ms"], "against": f"XLA on the line where it is nearest: {worst}",
+        "theirs": lines[worst]["xla_ms"], "ratio": ratios[worst], "unit": "ms", "conditions": {"lines": lines},
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
