@@ -33,8 +33,8 @@ from locojax.models import attention, decoder
 from locojax.models.dense import matmul
 from locojax.models.logprobs import target_logprobs
 from locojax.models.lora import Adapters
+from locojax.models.native import build, ops
 from locojax.models.packed_logprobs import packed_target_logprobs
-from locojax.native import build, ops
 from locojax.rollout import head
 from locojax.rollout.programs import pick_adapters
 

@@ -117,8 +117,8 @@ def _plan(options: argparse.Namespace, slice: fit_chips.Slice) -> Plan:
     from locojax.measure import fit_models
     from locojax.measure.fit_programs import Plan, RolloutPlan
     from locojax.models.lora import LoraSpec
+    from locojax.models.platform import auto_dtype
     from locojax.models.remat import POLICIES
-    from locojax.training.platform import auto_dtype
 
     if options.remat not in POLICIES:
         raise ConfigError(f"Unknown remat policy {options.remat!r}", expected="one of " + ", ".join(POLICIES))

@@ -13,9 +13,9 @@ from locojax.errors import ConfigError
 from locojax.models import attention, decoder
 from locojax.models.logprobs import target_logprobs_plain
 from locojax.models.lora import Adapters, LoraSpec, OfLayer, adapted_product, empty_stack, init_adapter, present_in
+from locojax.models.native import build, ops
 from locojax.models.packed_logprobs import packed_target_logprobs
 from locojax.models.spec import ModelSpec, RopeSpec
-from locojax.native import build, ops
 from locojax.rollout import head
 from locojax.rollout.engine import Engine
 from locojax.rollout.programs import pick_adapters

@@ -27,9 +27,9 @@ class ServeSettings:
       max_adapters: models that may be trained side by side. max_rank: the highest rank of an adapter.
       row_tokens: a training row's length, the most that a datum may have; auto: the context, at most 1024.
       rows: rows of a micro-batch; tenants share it row by row.
-      compute_dtype: of training; auto: see `training.platform.auto_dtype`. sample_dtype: of sampling, likewise.
+      compute_dtype: of training; auto: see `models.platform.auto_dtype`. sample_dtype: of sampling, likewise.
       remat: see `TrainerSettings.remat`.
-      kernels: whose products and attention: see `native.build`.
+      kernels: whose products and attention: see `models.native.build`.
       max_context: prompt and completion together; None: the model's own.
       kv_bytes: for keys and values; auto: see `serving_memory.auto_kv_bytes`.
       max_slots, min_rows, max_prefill_tokens, max_iterations: see `EngineSettings`; the iterations are those of one

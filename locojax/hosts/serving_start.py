@@ -25,12 +25,12 @@ from locojax.hosts.serving_settings import Dtype, ServeSettings
 from locojax.models import decoder
 from locojax.models.hub import LoadedModel, load_model
 from locojax.models.lora import empty_stack
+from locojax.models.native import build as native
+from locojax.models.platform import auto_dtype
 from locojax.models.spec import ModelSpec
-from locojax.native import build as native
 from locojax.rollout.engine import Engine
 from locojax.rollout.settings import EngineSettings
 from locojax.training.losses import LOSSES
-from locojax.training.platform import auto_dtype
 from locojax.training.programs import Tree
 from locojax.training.tenants import TenantSettings, TenantTrainer
 

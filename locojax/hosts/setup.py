@@ -13,6 +13,7 @@ from locojax.config import Config
 from locojax.hosts.worker import lora_spec, training_mesh
 from locojax.models.hub import LoadedModel, load_model
 from locojax.models.lora import adapter_parameters
+from locojax.models.platform import auto_dtype
 from locojax.models.sharding import MeshSpec, make_mesh
 from locojax.models.spec import ModelSpec, num_parameters
 from locojax.models.spec import count as count_parameters
@@ -20,7 +21,6 @@ from locojax.resolving import resolve
 from locojax.rl.datasets import Template, encode_prompts, fit_prompts
 from locojax.rl.sources import load_source
 from locojax.training.over_mesh import auto_gather
-from locojax.training.platform import auto_dtype
 from locojax.training.programs import ProgramSpec
 from locojax.training.shapes import abstract_state
 from locojax.training.sharded import Gather, Over

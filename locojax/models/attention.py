@@ -27,13 +27,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from locojax.models import kernels
 from locojax.models.dense import as_two
-from locojax.native import ops
+from locojax.models.native import ops
 
 Kernel = Literal["plain", "tpu"]
 """Which form attention takes: jax.numpy, or Pallas kernels for TPU (splash for packed rows, ragged paged to decode)."""
 
 PackedKernel = Literal["plain", "tpu", "native"]
-"""The form within packed rows: as `Kernel`, or `native.ops`, in bf16 on CPU."""
+"""The form within packed rows: as `Kernel`, or `models.native.ops`, in bf16 on CPU."""
 
 QUERY_BLOCK = 512
 """Rows longer than this are attended block of queries by block, so that scores are [R, H, QUERY_BLOCK, T] at most."""

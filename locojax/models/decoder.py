@@ -22,9 +22,9 @@ from jax.typing import DTypeLike
 from locojax.models import attention, sharding
 from locojax.models.dense import dense, head_product
 from locojax.models.lora import Adapters, OfLayer, adapted_product, add_deltas
+from locojax.models.native.ops import Packed, pack, packs
 from locojax.models.remat import LAYER_INPUT, LINEAR, POLICIES
 from locojax.models.spec import INIT_STD, ModelSpec, Parameter, RopeSpec, parameters
-from locojax.native.ops import Packed, pack, packs
 
 Params = Mapping[str, Any]
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]

@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from locojax.native import ops
-from locojax.native.ops import Packed
+from locojax.models.native import ops
+from locojax.models.native.ops import Packed
 
 
 def as_two(x: Array, axis: int, product: Callable[[Array], Array]) -> Array:

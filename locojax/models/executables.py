@@ -28,6 +28,8 @@ import jax
 import jaxlib
 from jax.experimental import serialize_executable
 
+from locojax.models.platform import processor
+
 log = logging.getLogger(__name__)
 
 FOLDER = "programs"
@@ -36,8 +38,6 @@ MAX_AGE_DAYS = 30.0
 
 BUILT, FOUND = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 """jax's events: of a program that it didn't have in memory, and, besides, of one that its own cache had."""
-
-CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 UNREADABLE = (
     pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, KeyError, MemoryError, OSError,
@@ -330,15 +330,6 @@ def _machine() -> tuple[str, ...]:
         jax.__version__, jaxlib.__version__, device.platform, device.device_kind, str(jax.device_count()),
         str(config), os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), processor(),
     )  # fmt: skip
-
-
-def processor() -> str:
-    """The CPU's features, as the kernel lists them; "" where it doesn't."""
-    try:
-        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
-    except OSError:  # not Linux: the device's kind must do
-        return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _digest(*parts: Any) -> str:

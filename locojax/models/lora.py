@@ -20,9 +20,9 @@ from jax import Array
 
 from locojax.errors import ConfigError
 from locojax.models.dense import low_rank_deltas, matmul
+from locojax.models.native import ops
+from locojax.models.native.ops import PANEL, Packed
 from locojax.models.spec import ModelSpec, Parameter, parameters
-from locojax.native import ops
-from locojax.native.ops import PANEL, Packed
 
 ATTENTION_MODULES = ("q", "k", "v", "o")
 MLP_MODULES = ("gate", "up", "down")

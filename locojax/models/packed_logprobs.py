@@ -11,8 +11,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from locojax.models.logprobs import positions_in_order, taken
-from locojax.native import ops
-from locojax.native.ops import Unembedding
+from locojax.models.native import ops
+from locojax.models.native.ops import Unembedding
 
 
 def suits(head: Unembedding | None, low_rank: tuple[Array, Array], num_targets: int) -> bool:

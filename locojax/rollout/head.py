@@ -18,8 +18,8 @@ from jax import Array
 
 from locojax.models import decoder
 from locojax.models.lora import Adapters
+from locojax.models.native.ops import PANEL, Packed, PackedHead
 from locojax.models.unembedding import LOGITS_IN_CACHE
-from locojax.native.ops import PANEL, Packed, PackedHead
 from locojax.rollout.sampling import BlockMasses, Logits, WholeLogits, block_size, masses_of
 from locojax.rollout.settings import PLAIN_ROWS
 

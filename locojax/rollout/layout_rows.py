@@ -21,8 +21,8 @@ import numpy as np
 from jax import Array
 
 from locojax.models import attention
+from locojax.models.native import ops
 from locojax.models.spec import ModelSpec
-from locojax.native import ops
 from locojax.rollout.layouts import Cache, Destination, Tables, placed, storable, zeros
 from locojax.rollout.pages import Moves, PromptBlock, Shape, SlotBlock, power_of_two
 from locojax.rollout.prefill import Packed

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from locojax.errors import ConfigError
 from locojax.models.attention import Kernel, kernel_of
 from locojax.models.kernels import ragged_fits
+from locojax.models.native import build, ops
 from locojax.models.spec import ModelSpec
-from locojax.native import build, ops
 from locojax.rollout.layout_rows import RowsLayout
 from locojax.rollout.layouts import Contiguous, Layout, Paged
 from locojax.rollout.pages import ContiguousMemory, KvMemory, PagedMemory
@@ -51,7 +51,7 @@ class EngineSettings:
       dtype: of weights' products and of the stored keys and values. Logits are fp32 always.
       seed: what requests without a seed of their own derive theirs from.
       attention: the form that decoding over pages takes. auto: `tpu` on TPU, if the model's heads allow it.
-      kernels: whether decoding over rows attends by the C++ kernel; see `native.build`.
+      kernels: whether decoding over rows attends by the C++ kernel; see `models.native.build`.
     """
 
     max_slots: int = 128

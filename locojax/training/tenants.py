@@ -27,15 +27,15 @@ from locojax.models import decoder
 from locojax.models.attention import PackedKernel
 from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import LoraSpec, adapter_parameters, init_adapter
+from locojax.models.native import build as native
+from locojax.models.native import ops
+from locojax.models.platform import auto_dtype, auto_tile
 from locojax.models.spec import ModelSpec
-from locojax.native import build as native
-from locojax.native import ops
 from locojax.training import programs, tenant_programs
 from locojax.training.inputs import check_data
 from locojax.training.losses import LossConfig, find_loss
 from locojax.training.microbatch import Score
 from locojax.training.packing import pack
-from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.programs import Fixed, Hyper, Outputs, ProgramSpec, Tree
 from locojax.training.settings import TrainerSettings
 from locojax.training.tenant_rows import Row, option_values, stack_rows, tenant_options, tenant_rows
@@ -58,7 +58,7 @@ class TenantSettings:
       max_targets: targets a position that cross_entropy may have; each power of two up to it is a program of its own.
       short_row_tokens, short_rows: a second shape of micro-batch, for calls all of whose data fit into such a row: they
         don't wait for a long row's worth of padding, nor attend over it. None: one shape for all.
-      kernels: whose products with the base; see `native.build`.
+      kernels: whose products with the base; see `models.native.build`.
     """
 
     row_tokens: int

@@ -32,6 +32,7 @@ from locojax.models import sharding
 from locojax.models.attention import kernel_of
 from locojax.models.kernels import LANES
 from locojax.models.lora import LoraSpec
+from locojax.models.platform import auto_dtype, auto_tile
 from locojax.models.sharding import SEQUENCE
 from locojax.models.spec import ModelSpec
 from locojax.training import programs
@@ -41,7 +42,6 @@ from locojax.training.losses import Loss, LossConfig, Options, find_loss, read_o
 from locojax.training.microbatch import Score, assemble, micro_batches
 from locojax.training.over_mesh import placement_of
 from locojax.training.plan import Plan, planned, replanned
-from locojax.training.platform import auto_dtype, auto_tile
 from locojax.training.program_budget import Asked, ProgramBudget
 from locojax.training.programs import Fixed, Hyper, MicroBatch, ProgramSpec, Tree
 from locojax.training.saved_state import check_same

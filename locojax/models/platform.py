@@ -36,3 +36,12 @@ def auto_tile(platform: str | None = None) -> int:
     accelerators every tile reads the whole head again, so it must be large.
     """
     return 128 if (platform or jax.default_backend()) == "cpu" else 1024
+
+
+def processor() -> str:
+    """The CPU's features, as the kernel lists them; "" where it doesn't."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux: the device's kind must do
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -21,7 +21,7 @@ import jaxlib
 
 from locojax.errors import ConfigError
 from locojax.models.executables import beside_jax_cache, processor
-from locojax.training.platform import auto_dtype
+from locojax.models.platform import auto_dtype
 from locojax.types import Kernels
 
 FOLDER = "native"
