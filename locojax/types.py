@@ -19,7 +19,7 @@ PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """The files of an adapter in PEFT's format: its settings, its weights."""
 
 Kernels = Literal["auto", "native", "xla"]
-"""Whose products and attention on CPU: ours in C++, where machine and dtype are such, or XLA's. `models.native.build`."""
+"""Whose products and attention on CPU: ours in C++, where machine and dtype are such, or XLA's; see `models.native`."""
 
 LogprobsOf = Literal["raw", "tempered"]
 """Which distribution a sampled token's log-prob is of: the model's own, or the one after division by temperature."""
