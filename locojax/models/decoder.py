@@ -122,7 +122,10 @@ def block(
     def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...] = ()) -> list[Array]:
         """Projections of one input, adapted: one GEMM where `unstack` joined their weights."""
         joined = JOINED.get(names, names[0])
-        split = partial(jnp.split, indices_or_sections=np.cumsum(sizes)[:-1].astype(int), axis=-1)
+
+        def split(out: Array) -> list[Array]:
+            return jnp.split(out, np.cumsum(sizes)[:-1], axis=-1) if len(names) > 1 else [out]
+
         if adapters is not None and joined in layer:
             out = adapted_product(inputs, layer[joined], [lora.get(name) for name in names], adapters)
             if out is not None:
