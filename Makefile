@@ -42,7 +42,7 @@ test: $(VENV)/.ready-to-test
 	@$(PYTEST) --durations=10
 
 # What an older Python and its jax could break first: models, engine, trainer, the loop.
-CORE = golden native decoder logprobs losses weights* tokenizer packing trainer executables rollout_engine \
+CORE = golden native* decoder logprobs losses weights* tokenizer packing trainer executables rollout_engine \
   colocated config cli imports serving_loop wire_requests service
 test-core: $(VENV)/.ready-to-test
 	@$(PYTEST) --durations=5 -m "not extended" $(wildcard $(CORE:%=tests/test_%.py))

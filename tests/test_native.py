@@ -1,47 +1,21 @@
-"""The C++ kernels against numpy in fp64, whichever form the machine's compiler makes of them; and how they are made."""
+"""The C++ kernels against numpy in fp64, whichever form the machine's compiler makes of them."""
 
 import dataclasses
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rollout_models import Bytes, prompts
+from native_kernels import BF16_STEP, draw, exact, kernels  # noqa: F401  (a fixture)
 
-from locojax.errors import ConfigError
 from locojax.models import attention, decoder
 from locojax.models.logprobs import target_logprobs_plain
-from locojax.models.lora import Adapters, LoraSpec, OfLayer, adapted_product, empty_stack, init_adapter, present_in
-from locojax.models.native import build, ops
+from locojax.models.lora import Adapters, OfLayer, adapted_product, present_in
+from locojax.models.native import ops
 from locojax.models.packed_logprobs import packed_target_logprobs
-from locojax.models.spec import ModelSpec, RopeSpec
 from locojax.rollout import head
-from locojax.rollout.engine import Engine
 from locojax.rollout.programs import pick_adapters
 from locojax.rollout.sampling import WholeLogits
-from locojax.rollout.settings import EngineSettings
-from locojax.training.tenants import TenantSettings, TenantTrainer
-from locojax.types import AdamParams, Datum, SampleRequest, SamplingParams
-
-BF16_STEP = 2.0**-8  # of a number of 1: what rounding to bf16 changes is half of it
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    try:
-        build.give_to_jax()
-    except build.NoKernels as error:
-        pytest.skip(f"no C++ kernels here: {error}")
-
-
-def draw(*shape, seed=0, scale=1.0):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).normal(size=shape) * scale, jnp.bfloat16)
-
-
-def exact(array):
-    return np.asarray(array.astype(jnp.float32), np.float64)
-
 
 # --- products ---------------------------------------------------------------------------------------------------------
 
@@ -345,163 +319,3 @@ def test_a_position_of_nan_is_seen_and_stays_alone():
     assert np.isnan(found[2]).all() and np.isfinite(np.delete(found, 2)).all()
     (d,) = pull(jnp.ones((4, 1)).at[2].set(0.0))  # quarantined
     assert np.isfinite(d.astype(jnp.float32)).all() and not d[2].any()
-
-
-def test_tenants_train_alike_by_both():
-    """The same gradient from the kernels as from XLA: what a step of Adam reads, up to bf16."""
-    data = [Datum(np.arange(9, dtype=np.int32) + i, {"target_tokens": np.arange(9) + i + 1, "weights": np.ones(9, "f")})
-            for i in range(3)]  # fmt: skip
-    norms = {}
-    for kernels in ("native", "xla"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "why_not", lambda dtype: None)
-            settings = TenantSettings(32, max_rank=4, max_adapters=2, compute_dtype="bfloat16", kernels=kernels)
-            trainer = TenantTrainer(MODEL, random_params(), settings)
-        trainer.create("m", LORA, 0)
-        norms[kernels] = []
-        for _ in range(3):
-            work = trainer.begin("m", data, "cross_entropy")
-            while not work.done:
-                trainer.advance([work])
-            loss = work.result().metrics["loss:sum"]
-            norms[kernels].append((loss, trainer.optim_step("m", AdamParams(1e-2)).metrics["grad_norm"]))
-    np.testing.assert_allclose(norms["native"], norms["xla"], rtol=0.03)
-    assert norms["native"][2][0] < norms["native"][0][0]
-
-
-# --- how they are made ------------------------------------------------------------------------------------------------
-
-
-def compiler(folder, script):
-    path = folder / "compiler"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "beside_jax_cache", lambda: tmp_path / "xla" / "programs")
-    return tmp_path / "xla" / build.FOLDER
-
-
-def test_a_library_is_compiled_once_for_each_compiler(tmp_path, monkeypatch, cache):
-    script = 'echo "$@" >> "$0.calls"; for last; do :; done; test "$1" = --version && echo {} || touch "$last"'
-    monkeypatch.setenv("CXX", compiler(tmp_path, script.format("one")))
-    first = build._library()
-    assert first.parent == cache and build._library() == first and list(cache.iterdir()) == [first]
-    calls = pathlib.Path(tmp_path / "compiler.calls").read_text().splitlines()
-    assert [call.startswith("--version") for call in calls] == [True, False, True]
-    compiler(tmp_path, script.format("another"))
-    assert build._library() != first
-
-
-@pytest.mark.parametrize(
-    ("script", "text"),
-    [
-        ('test "$1" = --version || { echo "no such instruction" >&2; exit 3; }', "exit code 3: no such instruction"),
-        ("exit 1", "ended with exit code 1"),
-    ],
-)
-def test_a_compiler_that_fails_says_so(tmp_path, monkeypatch, cache, script, text):
-    monkeypatch.setenv("CXX", compiler(tmp_path, script))
-    with pytest.raises(build.NoKernels, match=text):
-        build._library()
-    assert not cache.exists() or not list(cache.iterdir())
-
-
-def test_no_compiler(monkeypatch, cache):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.NoKernels, match=r"\$CXX, no-such-compiler, isn't there"):
-        build._library()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setattr(build, "COMPILERS", ("no-such-compiler",))
-    with pytest.raises(build.NoKernels, match="there is no C.. compiler .no-such-compiler."):
-        build._library()
-
-
-def test_a_folder_that_can_t_be_written(tmp_path, monkeypatch):
-    (tmp_path / "xla").write_text("a file")
-    monkeypatch.setattr(build, "beside_jax_cache", lambda: tmp_path / "xla" / "programs")
-    with pytest.raises(build.NoKernels, match="can't be written"):
-        build._library()
-
-
-def test_who_uses_them(monkeypatch):
-    assert build.why_not("float32") == "they are for bfloat16, and this is float32"
-    assert not build.chosen("xla", "bfloat16") and not build.chosen("auto", "float32")
-    with pytest.raises(ConfigError, match="The C.. kernels can't be used. Got: they are for bfloat16, and this is "):
-        build.chosen("native", "float32")
-    assert build.told("xla", "bfloat16") == "XLA alone"
-    assert build.told("auto", "float32") == "XLA alone, without C++ kernels: they are for bfloat16, and this is float32"
-    monkeypatch.setattr(build, "auto_dtype", lambda platform: "float32")
-    assert build.why_not("bfloat16") == "this CPU doesn't multiply bfloat16"
-    monkeypatch.setattr(build, "auto_dtype", lambda platform: "bfloat16")
-    monkeypatch.setattr(build, "give_to_jax", lambda: False)
-    monkeypatch.setattr(build, "_compiler", lambda: "old-c++")
-    build._given.cache_clear()
-    assert build.why_not("bfloat16") == "old-c++ makes no AVX-512 BF16 instructions"
-    build._given.cache_clear()
-    monkeypatch.setattr(build, "why_not", lambda dtype: None)
-    assert build.chosen("auto", "bfloat16") and build.told("native", "bfloat16") == "C++ kernels"
-
-
-# --- the engine -------------------------------------------------------------------------------------------------------
-
-MODEL = ModelSpec(
-    family="qwen2", vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=32, norm_eps=1e-6, rope=RopeSpec(10000.0), max_context=128, qkv_bias=True,
-)  # fmt: skip
-LORA = LoraSpec(rank=4, alpha=8.0, unembed=True)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    """Rows of any number, in bf16, with an adapter of numbers that matter in row 1."""
-    settings = EngineSettings(
-        max_slots=8, max_prefill_tokens=64, max_iterations=8, kv_bytes=1 << 22, layout="rows", page_size=4,
-        dtype=jnp.bfloat16,
-    )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "why_not", lambda dtype: None)  # the machine may have no bf16 units
-        engine = Engine(MODEL, settings, Bytes())
-    assert engine.compiler.spec.layout.native
-    params = random_params()
-    stack = empty_stack(MODEL, LORA.rank, 3, jnp.bfloat16)
-    engine.load(decoder.unstack(params, MODEL, jnp.bfloat16, packed=True), 0, stack)
-    engine.set_adapter(1, random_adapter(), scale=LORA.scale, version=0)
-    return engine
-
-
-def random_params():
-    tree = decoder.init_params(MODEL, jax.random.key(0))
-    scaled = {name: leaf * (1 if name.endswith("norm") else 6) for name, leaf in tree["layers"].items()}
-    key = jax.random.key(7)
-    biases = {name: 0.3 * jax.random.normal(key, scaled[name].shape) for name in ("q_bias", "k_bias", "v_bias")}
-    return {**tree, "layers": {**scaled, **biases}, "head": tree["head"] * 15}
-
-
-def random_adapter():
-    def random(leaf):
-        return jnp.asarray(0.1 * np.random.default_rng(leaf.size).normal(size=leaf.shape), jnp.float32)
-
-    return jax.tree.map(random, init_adapter(MODEL, LORA, 0))
-
-
-@pytest.mark.parametrize("adapter", [0, 1])
-@pytest.mark.parametrize("count", [1, 5])
-def test_an_engine_s_log_probs_are_the_model_s(engine, adapter, count):
-    requests = [
-        SampleRequest(f"{i}", prompt, SamplingParams(max_tokens=12, stop=(), seed=i), 1, adapter=adapter)
-        for i, prompt in enumerate(prompts(count, seed=adapter))
-    ]
-    params = random_params()
-    for request, result in zip(requests, engine.generate(requests), strict=True):
-        (completion,) = result.completions
-        sequence = jnp.asarray([*request.prompt, *completion.tokens], jnp.int32)[None]
-        lora = Adapters(random_adapter(), jnp.float32(LORA.scale)) if adapter else None
-        hidden, _ = decoder.forward(params, MODEL, sequence, jnp.arange(sequence.shape[1], dtype=jnp.int32)[None],
-                                    jnp.full(sequence.shape, sequence.shape[1], jnp.int32), adapters=lora)  # fmt: skip
-        table = jax.nn.log_softmax(decoder.logits(params, hidden, lora)[0])
-        at = np.arange(len(request.prompt) - 1, sequence.shape[1] - 1)
-        np.testing.assert_allclose(completion.logprobs, table[at, sequence[0, at + 1]], atol=0.15)

@@ -29,6 +29,13 @@ def start(settings, address, program=("-m", "locojax.hosts.serving"), **environm
     )  # fmt: skip
 
 
+def read_until(process, text):
+    """Reads what the process writes, up to the line with this."""
+    for line in process.stderr:
+        if text in line:
+            return
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     model = write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
@@ -62,9 +69,7 @@ def test_sigterm_answers_what_is_queued_and_ends_with_0(settings, tmp_path):
 def test_a_signal_while_it_loads_ends_it_at_once(settings, tmp_path):
     process = start(settings, tmp_path / "e.sock")
     try:
-        for line in process.stderr:
-            if "starting jax" in line:
-                break
+        read_until(process, "starting jax")
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
     finally:
@@ -94,9 +99,7 @@ sys.exit(main(sys.argv[1], sys.argv[2]))
 def test_a_signal_is_not_lost_in_a_callback_that_swallows_what_a_handler_raises(settings, tmp_path):
     process = start(settings, tmp_path / "e.sock", program=("-c", LOADS_IN_A_CALLBACK))
     try:
-        for line in process.stderr:
-            if "loading in a callback" in line:
-                break
+        read_until(process, "loading in a callback")
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert not (tmp_path / "e.sock").exists()

@@ -11,9 +11,6 @@ namespace ffi = xla::ffi;
 namespace locojax {
 namespace {
 
-using Bf16 = ffi::Buffer<ffi::BF16>;
-using Ints = ffi::Buffer<ffi::S32>;
-
 constexpr int64_t kBlockRows = 192;
 constexpr int64_t kPieces = 8;
 constexpr char kMisfit[] = "an adapted product's shapes don't fit: expected x [M, K], w [N / 64, K / 2, 64, 2], and of each "

@@ -43,6 +43,10 @@ class NoKernels(Exception):
     """They can't be made here; the text says why, as the end of a sentence."""
 
 
+class NoCompiler(NoKernels):
+    """There is nothing to make them with."""
+
+
 def why_not(dtype: str) -> str | None:
     """Why the kernels aren't for this machine and dtype; None: they are, and jax has them from now on."""
     if jax.default_backend() != "cpu":
@@ -130,7 +134,7 @@ def _compiler() -> str:
     found = next(filter(None, map(shutil.which, (named,) if named else COMPILERS)), None)
     if found is None:
         missing = f"$CXX, {named}, isn't there" if named else f"there is no C++ compiler ({', '.join(COMPILERS)})"
-        raise NoKernels(missing)
+        raise NoCompiler(missing)
     return found
 
 

@@ -37,11 +37,6 @@ void Masses(const float* logits, int64_t S, float scale, float* largest, float* 
   *own = scale == 1.0f ? *mass : Sum(scaled);
 }
 
-using Bf16 = ffi::Buffer<ffi::BF16>;
-using Ints = ffi::Buffer<ffi::S32>;
-using Floats = ffi::Buffer<ffi::F32>;
-using FloatsOut = ffi::ResultBuffer<ffi::F32>;
-
 ByAdapter RowsOf(ffi::ThreadPool& pool, Bf16& hidden, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
   const Module module{static_cast<const bf16*>(a.untyped_data()), static_cast<const bf16*>(b.untyped_data()),
                       b.dimensions()[2]};

@@ -11,11 +11,6 @@ namespace ffi = xla::ffi;
 namespace locojax {
 namespace {
 
-using Bf16 = ffi::Buffer<ffi::BF16>;
-using Ints = ffi::Buffer<ffi::S32>;
-using Floats = ffi::Buffer<ffi::F32>;
-using FloatsOut = ffi::ResultBuffer<ffi::F32>;
-
 constexpr int64_t kColumns = 4 * kPanel;  // of a block: its logits of kRows rows take 96 KiB
 constexpr int64_t kRows = 96;
 constexpr int64_t kPieces = 8;

@@ -12,10 +12,6 @@ namespace ffi = xla::ffi;
 namespace locojax {
 namespace {
 
-using Bf16 = ffi::Buffer<ffi::BF16>;
-using Ints = ffi::Buffer<ffi::S32>;
-using Floats = ffi::Buffer<ffi::F32>;
-
 constexpr int64_t kQueries = 96;  // of a block; keys of a block are a panel's columns
 constexpr float kMasked = -1e30f;
 constexpr char kMisfit[] = "attention within rows: shapes don't fit: expected q [R, T, H, h], k and v [R, T, K, h], until [R, T], "

@@ -13,6 +13,11 @@
 
 namespace locojax {
 
+using Bf16 = xla::ffi::Buffer<xla::ffi::BF16>;
+using Ints = xla::ffi::Buffer<xla::ffi::S32>;
+using Floats = xla::ffi::Buffer<xla::ffi::F32>;
+using FloatsOut = xla::ffi::ResultBuffer<xla::ffi::F32>;
+
 // Calls piece(0) .. piece(count - 1) and returns when all have returned. The caller takes whatever no other thread has
 // taken: it never waits for a thread that is busy elsewhere, so kernels that run at once can't block one another.
 inline void ForEach(xla::ffi::ThreadPool& pool, int64_t count, std::function<void(int64_t)> piece) {
