@@ -35,6 +35,7 @@ from rich.text import Text
 
 from locojax.errors import ConfigError, LocoError
 from locojax.hosts.interrupt import RESTART
+from locojax.hosts.place import with_huge_pages
 from locojax.hosts.serving import AUTHKEY_VARIABLE
 from locojax.hosts.serving import main as engine_main
 from locojax.hosts.serving_settings import ServeSettings
@@ -177,7 +178,10 @@ def serve(options: argparse.Namespace) -> int:
         )  # fmt: skip
         python = (sys.executable, "-m", "locojax.cli_serve")
         children = [
-            Child("engine process", (*python, "engine", settings.to_json(), address), environment),
+            Child(
+                "engine process", (*python, "engine", settings.to_json(), address),
+                environment | with_huge_pages(os.environ),
+            ),
             Child(
                 "API process", (*python, "api", json.dumps(dataclasses.asdict(api))), environment, (listener.fileno(),),
                 stop_seconds=API_STOP_SECONDS,

@@ -15,6 +15,7 @@ import pytest
 from locojax.cli import main
 from locojax.hosts.collector import Collector
 from locojax.hosts.launch import free_port, launch
+from locojax.hosts.place import with_huge_pages
 from locojax.hosts.sharing import shares
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -40,10 +41,24 @@ def test_each_host_is_told_its_place_and_host_0_has_the_terminal(tmp_path, capfd
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert [(each["LOCOJAX_HOST_ID"], each["LOCOJAX_NUM_HOSTS"]) for each in told] == [(str(i), "3") for i in range(3)]
     assert len({(each["LOCOJAX_COORDINATOR"], each["LOCOJAX_LAUNCHED_AT"], each["A"]) for each in told}) == 1
+    assert {each["GLIBC_TUNABLES"] for each in told} == {"glibc.malloc.hugetlb=1"}
     assert told[0]["XLA_FLAGS"] == "--other --xla_force_host_platform_device_count=2"
     out, err = capfd.readouterr()
     assert out == "out of 0\n" and "err of 0" in err
     assert sorted(errors.getvalue().splitlines()) == ["[host 1] err of 1", "[host 2] err of 2"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.check=3", "glibc.malloc.check=3:glibc.malloc.hugetlb=1"),
+        ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
+    ],
+)
+def test_huge_pages_are_asked_for_unless_the_user_has_said(before, after):
+    told = {"GLIBC_TUNABLES": before} if before else {}
+    assert (told | with_huge_pages(told))["GLIBC_TUNABLES"] == after
 
 
 def test_the_first_failure_is_the_exit_code_and_the_others_are_ended(tmp_path):

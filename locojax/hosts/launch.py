@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
 
-from locojax.hosts.place import COORDINATOR, HOST_ID, LAUNCHED_AT, NUM_HOSTS
+from locojax.hosts.place import COORDINATOR, HOST_ID, LAUNCHED_AT, NUM_HOSTS, with_huge_pages
 
 GRACE_SECONDS = 60.0  # for the others to end by themselves, with a message of their own
 _KILL_SECONDS = 10.0  # from SIGTERM to SIGKILL
@@ -49,7 +49,7 @@ def launch(
     base = dict(os.environ if environment is None else environment)
     if devices_per_host is not None:
         base["XLA_FLAGS"] = f"{base.get('XLA_FLAGS', '')} {DEVICES_FLAG}={devices_per_host}".strip()
-    base |= {COORDINATOR: f"127.0.0.1:{free_port()}", NUM_HOSTS: str(num_hosts)}
+    base |= with_huge_pages(base) | {COORDINATOR: f"127.0.0.1:{free_port()}", NUM_HOSTS: str(num_hosts)}
     base.setdefault(LAUNCHED_AT, datetime.datetime.now().strftime("%Y%m%d-%H%M%S"))
     processes: list[subprocess.Popen[str]] = []
     threads: list[threading.Thread] = []
