@@ -20,9 +20,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from locojax.models import attention, sharding
-from locojax.models.dense import dense, head_product
+from locojax.models.dense import dense, gated, head_product
 from locojax.models.lora import Adapters, OfLayer, adapted_product, add_deltas
-from locojax.models.native.ops import Packed, pack, packs
+from locojax.models.native.ops import Packed, gates, pack, packs
 from locojax.models.remat import LAYER_INPUT, LINEAR, POLICIES
 from locojax.models.spec import INIT_STD, ModelSpec, Parameter, RopeSpec, parameters
 
@@ -92,7 +92,8 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     return (x32 * cos + rotated * sin).astype(x.dtype)
 
 
-JOINED: Mapping[tuple[str, ...], str] = {("q", "k", "v"): "qkv", ("gate", "up"): "gate_up"}
+GATE_UP = "gate_up"
+JOINED: Mapping[tuple[str, ...], str] = {("q", "k", "v"): "qkv", ("gate", "up"): GATE_UP}
 """Weights that read the same input, and the name under which `unstack` stores them side by side."""
 
 UNEMBED = "unembed"
@@ -119,30 +120,32 @@ def block(
     def multiply(inputs: Array, name: str) -> Array:
         return biased(dense(inputs, layer[name], layer.get(name + TRANSPOSED), train=adapters is None), name)
 
-    def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...] = ()) -> list[Array]:
-        """Projections of one input, adapted: one GEMM where `unstack` joined their weights."""
+    def linears(inputs: Array, names: tuple[str, ...], sizes: tuple[int, ...]) -> list[Array]:
+        """Projections of one input, adapted; in one array, side by side, where one kernel or GEMM makes all of it."""
         joined = JOINED.get(names, names[0])
-
-        def split(out: Array) -> list[Array]:
-            return jnp.split(out, np.cumsum(sizes)[:-1], axis=-1) if len(names) > 1 else [out]
-
-        if adapters is not None and joined in layer:
-            out = adapted_product(inputs, layer[joined], [lora.get(name) for name in names], adapters)
+        adapted = [] if adapters is None else [i for i, name in enumerate(names) if name in lora]
+        if adapters is not None and adapted and joined in layer:
+            w, w_t = layer[joined], layer.get(joined + TRANSPOSED)
+            out = adapted_product(inputs, w, [lora.get(name) for name in names], adapters, w_t)
             if out is not None:
-                return split(biased(out, joined))
-        outs = split(multiply(inputs, joined)) if joined in layer else [multiply(inputs, name) for name in names]
-        adapted = [i for i, name in enumerate(names) if name in lora]
+                return [checkpoint_name(biased(out, joined), LINEAR)]
+        outs = [multiply(inputs, name) for name in ([joined] if joined in layer else names)]
         if adapters is not None and adapted:
+            outs = apart(outs, sizes)
             more = add_deltas([outs[i] for i in adapted], inputs, [lora[names[i]] for i in adapted], adapters)
             for i, out in zip(adapted, more, strict=True):
                 outs[i] = out
         return [checkpoint_name(out, LINEAR) for out in outs]
 
+    def apart(outs: list[Array], sizes: tuple[int, ...]) -> list[Array]:
+        return outs if len(outs) == len(sizes) else jnp.split(outs[0], np.cumsum(sizes)[:-1], axis=-1)
+
     def linear(inputs: Array, name: str) -> Array:
-        return linears(inputs, (name,))[0]
+        return linears(inputs, (name,), (-1,))[0]
 
     normed = rms_norm(x, layer["attn_norm"], spec.norm_eps)
-    q, k, v = linears(normed, ("q", "k", "v"), (spec.q_size, spec.kv_size, spec.kv_size))
+    sizes = spec.q_size, spec.kv_size, spec.kv_size
+    q, k, v = apart(linears(normed, ("q", "k", "v"), sizes), sizes)
     q = q.reshape(R, T, spec.num_heads, spec.head_dim)
     k = k.reshape(R, T, spec.num_kv_heads, spec.head_dim)
     v = v.reshape(R, T, spec.num_kv_heads, spec.head_dim)
@@ -153,7 +156,11 @@ def block(
     x = x + linear(attended.reshape(R, T, spec.q_size), "o")
 
     normed = rms_norm(x, layer["mlp_norm"], spec.norm_eps)
-    gate, up = linears(normed, ("gate", "up"), (spec.intermediate_size,) * 2)
+    sizes = spec.intermediate_size, spec.intermediate_size
+    outs = linears(normed, ("gate", "up"), sizes)
+    if len(outs) == 1 and isinstance(layer.get(GATE_UP), Packed) and gates(spec.intermediate_size):
+        return x + linear(gated(outs[0]), "down"), kept
+    gate, up = apart(outs, sizes)
     return x + linear(jax.nn.silu(gate) * up, "down"), kept
 
 
@@ -305,7 +312,7 @@ def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> A
 
 
 def join(layer: Params) -> dict[str, Array]:
-    """One layer's weights, those that read the same input side by side in one array (see JOINED)."""
+    """One layer's weights, or all layers' stacked, those that read the same input side by side (see JOINED)."""
     layer = dict(layer)
     for names, joined in JOINED.items():
         for suffix in ("", "_bias"):

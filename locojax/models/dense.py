@@ -5,7 +5,7 @@ Legend: N positions, D in, F out, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
@@ -144,3 +144,60 @@ def _deltas_bwd(kept, g: tuple[Array, ...]):
 
 
 low_rank_deltas.defvjp(_deltas_fwd, _deltas_bwd)
+
+
+def adapted_rows(
+    x: Array, w: Packed, w_t: Packed | None, factors: Sequence[tuple[Array, Array]], scale: Array
+) -> Array:
+    """bf16 x [R, T, D] @ w [D, F], and to each row what its adapters add: scale f32[R] * (x @ a_i) @ b_i, for each i of
+    the modules whose columns w has, a_i [R, D, r] and b_i [R, r, F_i]; see `ops.adapted_rows`.
+
+    w and scale take no gradient; those of the factors come in fp32 where the factors are. A backward pass needs w_t.
+    """
+    if w_t is None:
+        return ops.adapted_rows(x, w, scale, _narrow(factors))[0]
+    a, b = zip(*factors, strict=True)
+    return _adapted_rows(x, w, w_t, a, b, scale)
+
+
+def _narrow(factors: Iterable[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
+    return [(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)) for a, b in factors]
+
+
+@jax.custom_vjp
+def _adapted_rows(x: Array, w: Packed, w_t: Packed, a: tuple[Array, ...], b: tuple[Array, ...], scale: Array) -> Array:
+    return _adapted_rows_fwd(x, w, w_t, a, b, scale)[0]
+
+
+def _adapted_rows_fwd(x: Array, w: Packed, w_t: Packed, a: tuple[Array, ...], b: tuple[Array, ...], scale: Array):
+    out, inner = ops.adapted_rows(x, w, scale, _narrow(zip(a, b, strict=True)))
+    return out, (x, checkpoint_name(inner, INNER), w_t, a, b, scale)
+
+
+def _adapted_rows_bwd(kept, g: Array):
+    x, inner, w_t, a, b, scale = kept
+    d_x, ds = ops.adapted_rows_backward(g, x, inner, w_t, scale, _narrow(zip(a, b, strict=True)))
+    d_a = tuple(d.astype(like.dtype) for (d, _), like in zip(ds, a, strict=True))
+    d_b = tuple(d.astype(like.dtype) for (_, d), like in zip(ds, b, strict=True))
+    return d_x, None, None, d_a, d_b, jnp.zeros_like(scale)
+
+
+_adapted_rows.defvjp(_adapted_rows_fwd, _adapted_rows_bwd)
+
+
+@jax.custom_vjp
+def gated(both: Array) -> Array:
+    """silu(gate) * up by the C++ kernel: bf16[..., 2 F], gate and up side by side, -> [..., F]. Rounded once."""
+    return ops.gated(both.reshape(-1, both.shape[-1])).reshape(*both.shape[:-1], -1)
+
+
+def _gated_fwd(both: Array):
+    return gated(both), both
+
+
+def _gated_bwd(both: Array, g: Array):
+    flat = (each.reshape(-1, each.shape[-1]) for each in (both, g))
+    return (ops.gated_backward(*flat).reshape(both.shape),)
+
+
+gated.defvjp(_gated_fwd, _gated_bwd)

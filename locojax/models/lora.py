@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from locojax.errors import ConfigError
-from locojax.models.dense import low_rank_deltas, matmul
+from locojax.models.dense import adapted_rows, low_rank_deltas, matmul
 from locojax.models.native import ops
 from locojax.models.native.ops import PANEL, Packed
 from locojax.models.spec import ModelSpec, Parameter, parameters
@@ -200,20 +200,29 @@ def add_deltas(
 
 
 def adapted_product(
-    x: Array, w: Array | Packed, parts: Sequence[Mapping[str, Any] | None], adapters: Adapters
+    x: Array,
+    w: Array | Packed,
+    parts: Sequence[Mapping[str, Any] | None],
+    adapters: Adapters,
+    w_t: Array | Packed | None = None,
 ) -> Array | None:
     """x [rows, T, in] @ w and what adapters of its modules add, by one kernel; None where it takes `add_deltas`.
 
-    parts: of each module whose columns w has, in order, `OfLayer`s "a" and "b".
+    parts: of each module whose columns w has, in order, "a" and "b": `OfLayer`s where the adapters that are present are
+    gone through, arrays where each row has its own. The latter has a gradient, where there is `w_t`; see `dense`.
     """
-    if adapters.present is None or not isinstance(w, Packed):
+    if not isinstance(w, Packed):
         return None
     pairs = [(part["a"], part["b"]) for part in parts if part is not None]
-    fits = len(pairs) == len(parts) and all(
-        a.stack.dtype == jnp.bfloat16 and b.shape[-1] % PANEL == 0 and a.shape[-1] == pairs[0][0].shape[-1]
-        for a, b in pairs
-    )
-    if not fits or pairs[0][0].shape[-1] % 2:
+    same = len(pairs) == len(parts) and len({a.shape[-1] for a, _ in pairs}) == 1
+    if not same or pairs[0][0].shape[-1] % 2 or any(b.shape[-1] % PANEL for _, b in pairs):
+        return None
+    if adapters.present is None:
+        if adapters.index is not None or not adapters.scale.ndim or pairs[0][0].ndim != 3:
+            return None
+        assert not isinstance(w_t, Array)
+        return adapted_rows(x, w, w_t, pairs, adapters.scale)
+    if any(a.stack.dtype != jnp.bfloat16 for a, _ in pairs):
         return None
     rows, T, K = x.shape
     which = jnp.repeat(jnp.where(adapters.index > 0, adapters.index, -1), T)

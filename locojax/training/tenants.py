@@ -123,6 +123,8 @@ class TenantTrainer:
         base = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), base_params)
         keep = settings.keep_transposes
         keep = jax.default_backend() == "cpu" if keep == "auto" else keep
+        if keep and packed:
+            base = {**base, "layers": jax.jit(decoder.join)(base["layers"])}
         transposes = programs.transposed(base, dtype) if keep else {}
         if keep and packed:
             base, transposes = {**base, "layers": _packed(base["layers"])}, _packed(transposes)

@@ -27,6 +27,9 @@ using Pairs = __m512bh;  // lane i: the bf16 numbers 2i and 2i + 1
 inline F32 Zero() { return _mm512_setzero_ps(); }
 inline F32 Fill(float x) { return _mm512_set1_ps(x); }
 inline F32 Load(const float* from) { return _mm512_loadu_ps(from); }
+inline F32 Load(const bf16* from) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16));
+}
 inline void Store(float* to, F32 x) { _mm512_storeu_ps(to, x); }
 inline void Store(float* to, F32 x, int count) { _mm512_mask_storeu_ps(to, (1u << count) - 1, x); }
 inline void Store(bf16* to, F32 x, int count) {
@@ -59,6 +62,7 @@ inline void StoreInTurns(bf16* to, const bf16* row, const bf16* next) {
 inline F32 Add(F32 a, F32 b) { return _mm512_add_ps(a, b); }
 inline F32 Sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
 inline F32 Mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
+inline F32 Div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
 inline F32 Fma(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
 inline F32 Max(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 // yes where a > b, else no.
@@ -110,6 +114,11 @@ inline T Copy(const void* from) {
   return out;
 }
 inline F32 Load(const float* from) { return Copy<F32>(from); }
+inline F32 Load(const bf16* from) {
+  Pairs out;
+  for (int i = 0; i < kLanes; ++i) out[i] = uint32_t(from[i]) << 16;
+  return (F32)out;
+}
 inline void Store(float* to, F32 x, int count = kLanes) { std::memcpy(to, &x, count * sizeof(float)); }
 inline Pairs Narrow(F32 x) {  // to the nearest, ties to even; what isn't a number stays none
   const Pairs bits = (Pairs)x;
@@ -133,6 +142,7 @@ inline void StoreInTurns(bf16* to, const bf16* row, const bf16* next) {
 inline F32 Add(F32 a, F32 b) { return a + b; }
 inline F32 Sub(F32 a, F32 b) { return a - b; }
 inline F32 Mul(F32 a, F32 b) { return a * b; }
+inline F32 Div(F32 a, F32 b) { return a / b; }
 inline F32 Fma(F32 a, F32 b, F32 c) { return a * b + c; }
 inline F32 Max(F32 a, F32 b) { return a > b ? a : b; }
 inline F32 Select(F32 a, F32 b, F32 yes, F32 no) { return a > b ? yes : no; }

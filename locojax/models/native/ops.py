@@ -16,6 +16,9 @@ from jax import Array
 PANEL = 64
 """Columns that lie together in a packed matrix: `kPanel` of tile.h."""
 
+LANES = 16
+"""Numbers that are worked on at once: `kLanes` of lanes.h."""
+
 HEAD_SIZES = (32, 64, 96, 128, 256)
 """Head dims that attention.cc has a form for."""
 
@@ -88,6 +91,47 @@ def adapted(
     out = jax.ShapeDtypeStruct((x.shape[0], w.num_columns), jnp.bfloat16)
     flat = [factor for pair in factors for factor in pair]
     return jax.ffi.ffi_call("locojax_adapted", out)(x, w.panels, which, scale, layer.reshape(1), *flat)
+
+
+def adapted_rows(x: Array, w: Packed, scale: Array, factors: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """x bf16[R, T, K] @ w [K, N] + scale * (x @ a) @ b, each of R rows by adapters of its own, summed in fp32 and
+    rounded once; and scale * x @ a of all modules, side by side.
+
+    scale f32[R]. factors: of each module whose columns w has, in order: a bf16[R, K, r], b bf16[R, r, F], F whole
+    panels, r even and the same.
+    """
+    R, T, _ = x.shape
+    wide = sum(a.shape[-1] for a, _ in factors)
+    outs = [jax.ShapeDtypeStruct((R, T, n), jnp.bfloat16) for n in (w.num_columns, wide)]
+    flat = [factor for pair in factors for factor in pair]
+    out, inner = jax.ffi.ffi_call("locojax_adapted_rows", outs)(x, w.panels, scale, *flat)
+    return out, inner
+
+
+def adapted_rows_backward(
+    g: Array, x: Array, inner: Array, w_t: Packed, scale: Array, factors: Sequence[tuple[Array, Array]]
+) -> tuple[Array, list[tuple[Array, Array]]]:
+    """What a cotangent g bf16[R, T, N] of `adapted_rows`' product brings to x, in bf16, and to the factors, in fp32."""
+    flat = [factor for pair in factors for factor in pair]
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype), *(jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in flat)]
+    d_x, *ds = jax.ffi.ffi_call("locojax_adapted_rows_backward", outs)(g, x, inner, w_t.panels, scale, *flat)
+    return d_x, list(zip(ds[::2], ds[1::2], strict=True))
+
+
+def gates(width: int) -> bool:
+    """Whether `gated` takes activations of that width."""
+    return width % LANES == 0
+
+
+def gated(both: Array) -> Array:
+    """silu(gate) * up: bf16[M, 2 F], gate and up side by side, -> bf16[M, F]."""
+    M, width = both.shape
+    return jax.ffi.ffi_call("locojax_gated", jax.ShapeDtypeStruct((M, width // 2), both.dtype))(both)
+
+
+def gated_backward(both: Array, g: Array) -> Array:
+    """What a cotangent g [M, F] of `gated` brings to its input."""
+    return jax.ffi.ffi_call("locojax_gated_backward", jax.ShapeDtypeStruct(both.shape, both.dtype))(both, g)
 
 
 def attends(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:

@@ -28,6 +28,7 @@ class Scratch {
 // The sums of kRows rows over a panel's columns, in registers.
 template <int kRows>
 struct Tile {
+  static constexpr int kCount = kRows;
   F32 sums[kRows][kVectors];
 
   Tile() {
