@@ -147,17 +147,17 @@ low_rank_deltas.defvjp(_deltas_fwd, _deltas_bwd)
 
 
 def adapted_rows(
-    x: Array, w: Packed, w_t: Packed | None, factors: Sequence[tuple[Array, Array]], scale: Array
+    x: Array, w: Packed, w_t: Packed | None, factors: Sequence[tuple[Array, Array]], scale: Array, lengths: Array
 ) -> Array:
     """bf16 x [R, T, D] @ w [D, F], and to each row what its adapters add: scale f32[R] * (x @ a_i) @ b_i, for each i of
-    the modules whose columns w has, a_i [R, D, r] and b_i [R, r, F_i]; see `ops.adapted_rows`.
+    the modules whose columns w has, a_i [R, D, r] and b_i [R, r, F_i]. Beyond each row's first lengths i32[R] tokens, 0.
 
     w and scale take no gradient; those of the factors come in fp32 where the factors are. A backward pass needs w_t.
     """
     if w_t is None:
-        return ops.adapted_rows(x, w, scale, _narrow(factors))[0]
+        return ops.adapted_rows(x, w, scale, lengths, _narrow(factors))[0]
     a, b = zip(*factors, strict=True)
-    return _adapted_rows(x, w, w_t, a, b, scale)
+    return _adapted_rows(x, w, w_t, a, b, scale, lengths)
 
 
 def _narrow(factors: Iterable[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
@@ -165,21 +165,21 @@ def _narrow(factors: Iterable[tuple[Array, Array]]) -> list[tuple[Array, Array]]
 
 
 @jax.custom_vjp
-def _adapted_rows(x: Array, w: Packed, w_t: Packed, a: tuple[Array, ...], b: tuple[Array, ...], scale: Array) -> Array:
-    return _adapted_rows_fwd(x, w, w_t, a, b, scale)[0]
+def _adapted_rows(x, w, w_t, a, b, scale, lengths):
+    return _adapted_rows_fwd(x, w, w_t, a, b, scale, lengths)[0]
 
 
-def _adapted_rows_fwd(x: Array, w: Packed, w_t: Packed, a: tuple[Array, ...], b: tuple[Array, ...], scale: Array):
-    out, inner = ops.adapted_rows(x, w, scale, _narrow(zip(a, b, strict=True)))
-    return out, (x, checkpoint_name(inner, INNER), w_t, a, b, scale)
+def _adapted_rows_fwd(x, w, w_t, a, b, scale, lengths):
+    out, inner = ops.adapted_rows(x, w, scale, lengths, _narrow(zip(a, b, strict=True)))
+    return out, (x, checkpoint_name(inner, INNER), w_t, a, b, scale, lengths)
 
 
 def _adapted_rows_bwd(kept, g: Array):
-    x, inner, w_t, a, b, scale = kept
-    d_x, ds = ops.adapted_rows_backward(g, x, inner, w_t, scale, _narrow(zip(a, b, strict=True)))
+    x, inner, w_t, a, b, scale, lengths = kept
+    d_x, ds = ops.adapted_rows_backward(g, x, inner, w_t, scale, lengths, _narrow(zip(a, b, strict=True)))
     d_a = tuple(d.astype(like.dtype) for (d, _), like in zip(ds, a, strict=True))
     d_b = tuple(d.astype(like.dtype) for (_, d), like in zip(ds, b, strict=True))
-    return d_x, None, None, d_a, d_b, jnp.zeros_like(scale)
+    return d_x, None, None, d_a, d_b, jnp.zeros_like(scale), None
 
 
 _adapted_rows.defvjp(_adapted_rows_fwd, _adapted_rows_bwd)

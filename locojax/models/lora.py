@@ -112,12 +112,15 @@ class Adapters:
         in the rows' own order. The latter is for training: a row's gradient then comes out apart from the others'.
       present: (ids i32[N], how many i32[]) from `present_in`: inference goes through the adapters that its rows use,
         one by one; index 0 is then no adapter. None: rows gather theirs, which has a gradient and moves more memory.
+      lengths: i32[rows]: tokens of each row that anybody asks about, from its beginning; None: all. Kernels may return 0
+        for the others.
     """
 
     tree: Mapping[str, Any]
     scale: Any  # an Array, or what jax puts in an array's place while it handles the tree
     index: Any = None
     present: Any = None
+    lengths: Any = None
 
     def split(self) -> tuple[Mapping[str, Any], Mapping[str, Array] | None]:
         """(the layers' part, the head's part or None)."""
@@ -221,7 +224,10 @@ def adapted_product(
         if adapters.index is not None or not adapters.scale.ndim or pairs[0][0].ndim != 3:
             return None
         assert not isinstance(w_t, Array)
-        return adapted_rows(x, w, w_t, pairs, adapters.scale)
+        lengths = adapters.lengths
+        if lengths is None:
+            lengths = jnp.full(x.shape[0], x.shape[1], jnp.int32)
+        return adapted_rows(x, w, w_t, pairs, adapters.scale, lengths)
     if any(a.stack.dtype != jnp.bfloat16 for a, _ in pairs):
         return None
     rows, T, K = x.shape

@@ -194,12 +194,20 @@ def _forward(spec: ProgramSpec, layers: Tree, params: Tree, rows: Rows) -> Array
         batch.tokens,
         batch.positions,
         batch.until,
-        adapters=Adapters(layers, rows.scale),
+        adapters=Adapters(layers, rows.scale, lengths=_lengths(batch)),
         dtype=jnp.dtype(spec.compute_dtype),
         remat=spec.remat,
         kernel=spec.attention,
     )
     return hidden
+
+
+def _lengths(batch: MicroBatch) -> Int[Array, " R"]:
+    """Tokens of each row up to the last that belongs to a datum or is seen by one: what comes after them is padding."""
+    T = batch.tokens.shape[1]
+    end = jnp.arange(1, T + 1, dtype=jnp.int32)[None]
+    counts = (batch.segments < T) | (batch.until > end) | batch.scored
+    return jnp.max(jnp.where(counts, end, 0), axis=1)
 
 
 def _own(weights: Tree, slots: Array) -> Tree:

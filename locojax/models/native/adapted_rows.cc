@@ -2,7 +2,8 @@
 // their gradient.
 //
 // x is [R, T, K], and w's N columns may be those of several modules that read the same x, one after another: of each, a
-// [R, K, r] and b [R, r, F], F whole panels. A row reads nothing of another row, in both directions.
+// [R, K, r] and b [R, r, F], F whole panels. A row reads nothing of another row, in both directions. Of each row only the
+// first `lengths` tokens are worked on; what is returned of others is 0.
 #include <vector>
 
 #include "adapters.h"
@@ -15,20 +16,29 @@ namespace {
 constexpr int64_t kBlockRows = 192;  // tokens that a panel of w is read for before the next one
 constexpr int64_t kFewRows = 96;     // tokens of a piece where all columns are few
 constexpr int64_t kPieces = 8;
-constexpr char kMisfit[] = "a product's shapes don't fit: expected x [R, T, K], w [N / 64, K / 2, 64, 2], scale [R], and of "
-                           "each module a [R, K, r] and b [R, r, F], r even, F a multiple of 64 and N their sum";
+constexpr char kMisfit[] = "a product's shapes don't fit: expected x [R, T, K], w [N / 64, K / 2, 64, 2], scale and "
+                           "lengths [R], and of each module a [R, K, r] and b [R, r, F], r even, F a multiple of 64 and N "
+                           "their sum";
+
+struct Tokens {
+  int64_t row, from, count;  // from: in all rows' tokens
+};
 
 // What both directions read. Of module i: its factors, and the first of its F columns.
 struct Layer {
   int64_t R, T, K, N, r = 0, wide = 0;  // wide: of all modules' inner activations
   const float* scale;
+  std::vector<int64_t> lengths;
   std::vector<Module> modules;
   std::vector<int64_t> first;
 
-  bool Read(const ffi::RemainingArgs& factors, ffi::Buffer<ffi::F32>& scales, int64_t rows, int64_t tokens, int64_t in,
+  bool Read(const ffi::RemainingArgs& factors, Floats& scales, Ints& counts, int64_t rows, int64_t tokens, int64_t in,
             int64_t out) {
     R = rows, T = tokens, K = in, N = out;
+    if (scales.element_count() != size_t(R) || counts.element_count() != size_t(R)) return false;
     scale = static_cast<const float*>(scales.untyped_data());
+    for (int64_t row = 0; row < R; ++row)
+      lengths.push_back(std::clamp<int64_t>(static_cast<const int32_t*>(counts.untyped_data())[row], 0, T));
     int64_t columns = 0;
     for (size_t i = 0; i + 1 < factors.size(); i += 2) {
       auto a = factors.get<Bf16>(i), b = factors.get<Bf16>(i + 1);
@@ -43,7 +53,22 @@ struct Layer {
       columns += of_b[2];
     }
     wide = int64_t(modules.size()) * r;
-    return r > 0 && columns == N && scales.element_count() == size_t(R) && K % 2 == 0;
+    return r > 0 && columns == N && K % 2 == 0;
+  }
+
+  // The tokens that count in blocks of at most `size`, none of two rows.
+  std::vector<Tokens> Blocks(int64_t size) const {
+    std::vector<Tokens> blocks;
+    for (int64_t row = 0; row < R; ++row)
+      for (int64_t from = 0; from < lengths[row]; from += size)
+        blocks.push_back({row, row * T + from, std::min(size, lengths[row] - from)});
+    return blocks;
+  }
+
+  // 0 for the other tokens of an array [R, T, width].
+  void Clear(bf16* array, int64_t width) const {
+    for (int64_t row = 0; row < R; ++row)
+      std::fill_n(array + (row * T + lengths[row]) * width, (T - lengths[row]) * width, bf16(0));
   }
 
   int64_t ModuleOf(int64_t column) const {
@@ -62,19 +87,6 @@ struct Layer {
   }
 };
 
-struct Tokens {
-  int64_t row, from, count;  // from: in all rows' tokens
-};
-
-// All rows' tokens in blocks of at most `size`, none of two rows.
-std::vector<Tokens> Blocks(int64_t R, int64_t T, int64_t size) {
-  std::vector<Tokens> blocks;
-  for (int64_t row = 0; row < R; ++row)
-    for (int64_t from = 0; from < T; from += size)
-      blocks.push_back({row, row * T + from, std::min(size, T - from)});
-  return blocks;
-}
-
 // Numbers [columns, 2 pairs], rows `stride` apart -> columns `at`.. of a panel: their transpose's.
 void PackTransposed(const bf16* from, int64_t stride, int64_t columns, int64_t pairs, bf16* panel, int64_t at) {
   for (int64_t k = 0; k < pairs; ++k)
@@ -82,13 +94,13 @@ void PackTransposed(const bf16* from, int64_t stride, int64_t columns, int64_t p
       std::memcpy(panel + (k * kPanel + at + c) * 2, from + c * stride + 2 * k, 2 * sizeof(bf16));
 }
 
-// Numbers [rows, columns], rows `stride` apart -> [columns, even], what is beyond `rows` 0.
+// Numbers [rows, columns], rows `stride` apart -> [columns, rows], columns `even` apart, a last row's twin 0.
 void Transpose(const bf16* from, int64_t stride, int64_t rows, int64_t columns, bf16* to, int64_t even) {
   constexpr int64_t kSquare = 32;
   for (int64_t row = 0; row < rows; row += kSquare)
     for (int64_t c = 0; c < columns; ++c)
       for (int64_t i = row; i < std::min(row + kSquare, rows); ++i) to[c * even + i] = from[i * stride + c];
-  for (int64_t c = 0; rows < even && c < columns; ++c) to[c * even + rows] = 0;
+  for (int64_t c = 0; rows % 2 && c < columns; ++c) to[c * even + rows] = 0;
 }
 
 // scale * sums -> the first `width` columns, from `to` on.
@@ -100,20 +112,22 @@ void WriteScaled(const Sums& tile, float scale, bf16* to, int64_t stride, int64_
       Store(to + i * stride + c, Mul(Load(scratch + i * kPanel + c), Fill(scale)), int(std::min<int64_t>(kLanes, width - c)));
 }
 
-ffi::Error AdaptedRows(ffi::ThreadPool pool, Bf16 x, Bf16 w, Floats scale, ffi::RemainingArgs factors,
+ffi::Error AdaptedRows(ffi::ThreadPool pool, Bf16 x, Bf16 w, Floats scale, Ints lengths, ffi::RemainingArgs factors,
                        ffi::ResultBuffer<ffi::BF16> out, ffi::ResultBuffer<ffi::BF16> inner) {
   const auto of_x = x.dimensions(), of_w = w.dimensions();
   Layer layer;
   if (of_x.size() != 3 || of_w.size() != 4 || of_w[1] * 2 != of_x[2] || of_w[2] != kPanel ||
-      !layer.Read(factors, scale, of_x[0], of_x[1], of_x[2], of_w[0] * kPanel) ||
+      !layer.Read(factors, scale, lengths, of_x[0], of_x[1], of_x[2], of_w[0] * kPanel) ||
       out->element_count() != size_t(layer.R * layer.T * layer.N) ||
       inner->element_count() != size_t(layer.R * layer.T * layer.wide))
     return ffi::Error::InvalidArgument(kMisfit);
   const int64_t K = layer.K, N = layer.N, wide = layer.wide, r = layer.r;
   const auto *from = static_cast<const bf16*>(x.untyped_data()), *panels = static_cast<const bf16*>(w.untyped_data());
   auto *to = static_cast<bf16*>(out->untyped_data()), *to_inner = static_cast<bf16*>(inner->untyped_data());
+  layer.Clear(to, N);
+  layer.Clear(to_inner, wide);
 
-  const auto few = Blocks(layer.R, layer.T, kFewRows);
+  const auto few = layer.Blocks(kFewRows);
   const int64_t inner_panels = (wide + kPanel - 1) / kPanel;
   ForEach(pool, int64_t(few.size()) * inner_panels, [&](int64_t piece) {
     const Tokens& block = few[piece / inner_panels];
@@ -132,7 +146,7 @@ ffi::Error AdaptedRows(ffi::ThreadPool pool, Bf16 x, Bf16 w, Floats scale, ffi::
     });
   });
 
-  const auto blocks = Blocks(layer.R, layer.T, kBlockRows);
+  const auto blocks = layer.Blocks(kBlockRows);
   const int64_t num_panels = N / kPanel, parts = std::min(num_panels, kPieces);
   ForEach(pool, int64_t(blocks.size()) * parts, [&](int64_t piece) {
     const Tokens& block = blocks[piece / parts];
@@ -171,7 +185,7 @@ class Backward {
         PackTransposed(module.b + (row * r + panel * kPanel) * module.F, module.F, std::min<int64_t>(kPanel, r - panel * kPanel),
                        module.F / 2, &of_b[((row * panels + panel) * N + layer_.first[i]) * kPanel], 0);
     });
-    const auto few = Blocks(layer_.R, layer_.T, kFewRows);
+    const auto few = layer_.Blocks(kFewRows);
     ForEach(pool, int64_t(few.size()) * modules, [&](int64_t piece) {
       const Tokens& block = few[piece / modules];
       const int64_t i = piece % modules;
@@ -187,14 +201,15 @@ class Backward {
     ForEach(pool, layer_.R * 2, [&](int64_t piece) {
       const int64_t row = piece / 2;
       const bf16* from = piece % 2 ? d_inner_.data() : inner_;
-      Transpose(from + row * layer_.T * wide, wide, layer_.T, wide, (piece % 2 ? d_inner_t_ : inner_t_).data() + row * wide * even_,
-                even_);
+      Transpose(from + row * layer_.T * wide, wide, layer_.lengths[row], wide,
+                (piece % 2 ? d_inner_t_ : inner_t_).data() + row * wide * even_, even_);
     });
   }
 
   // The rest, which only reads what ToInner has made: pieces that may run at once.
   void ToAll(ffi::ThreadPool& pool, bf16* d_x, const std::vector<float*>& d_a, const std::vector<float*>& d_b) {
-    const auto blocks = Blocks(layer_.R, layer_.T, kBlockRows);
+    layer_.Clear(d_x, layer_.K);
+    const auto blocks = layer_.Blocks(kBlockRows);
     const int64_t panels = (layer_.K + kPanel - 1) / kPanel, parts = std::min(panels, kPieces);
     const int64_t of_x = int64_t(blocks.size()) * parts, of_b = layer_.R * layer_.N / kPanel, of_a = layer_.R * panels;
     ForEach(pool, of_x + of_b + of_a, [&](int64_t piece) {
@@ -227,9 +242,9 @@ class Backward {
     const int64_t i = layer_.ModuleOf(column), r = layer_.r, F = layer_.modules[i].F;
     Scratch<bf16> memory;
     bf16* panel = memory.At(even_ * kPanel);
-    PackPanel(g_ + row * layer_.T * layer_.N + column, layer_.N, layer_.T, kPanel, panel);
+    PackPanel(g_ + row * layer_.T * layer_.N + column, layer_.N, layer_.lengths[row], kPanel, panel);
     EachTile(r, [&](auto& tile, int64_t j) {
-      tile.Multiply(&inner_t_[(row * layer_.wide + i * r + j) * even_], even_, panel, even_ / 2);
+      tile.Multiply(&inner_t_[(row * layer_.wide + i * r + j) * even_], even_, panel, (layer_.lengths[row] + 1) / 2);
       tile.Write(d_b[i] + (row * r + j) * F + column - layer_.first[i], F, kPanel);
     });
   }
@@ -238,10 +253,10 @@ class Backward {
     const int64_t K = layer_.K, r = layer_.r, width = std::min<int64_t>(kPanel, K - p * kPanel);
     Scratch<bf16> memory;
     bf16* panel = memory.At(even_ * kPanel);
-    PackPanel(x_ + row * layer_.T * K + p * kPanel, K, layer_.T, width, panel);
+    PackPanel(x_ + row * layer_.T * K + p * kPanel, K, layer_.lengths[row], width, panel);
     float found[kTileRows * kPanel];
     EachTile(layer_.wide, [&](auto& tile, int64_t j) {
-      tile.Multiply(&d_inner_t_[(row * layer_.wide + j) * even_], even_, panel, even_ / 2);
+      tile.Multiply(&d_inner_t_[(row * layer_.wide + j) * even_], even_, panel, (layer_.lengths[row] + 1) / 2);
       tile.Write(found, kPanel, kPanel);
       for (int64_t c = 0; c < width; ++c)
         for (int64_t n = j; n < j + tile.kCount; ++n)
@@ -251,17 +266,17 @@ class Backward {
 
   const Layer& layer_;
   const bf16 *g_, *x_, *inner_, *w_t_;
-  const int64_t even_;  // T, or one more: tokens go in pairs
+  const int64_t even_;  // room for a row's tokens, which go in pairs
   std::vector<bf16> d_inner_, inner_t_, d_inner_t_;
 };
 
 ffi::Error AdaptedRowsBackward(ffi::ThreadPool pool, Bf16 g, Bf16 x, Bf16 inner, Bf16 w_t, Floats scale,
-                               ffi::RemainingArgs factors, ffi::RemainingRets results) {
+                               Ints lengths, ffi::RemainingArgs factors, ffi::RemainingRets results) {
   const auto of_x = x.dimensions(), of_g = g.dimensions(), of_t = w_t.dimensions();
   Layer layer;
   if (of_x.size() != 3 || of_g.size() != 3 || of_t.size() != 4 || of_t[1] * 2 != of_g[2] || of_t[2] != kPanel ||
       of_t[0] != (of_x[2] + kPanel - 1) / kPanel || of_g[0] != of_x[0] || of_g[1] != of_x[1] ||
-      !layer.Read(factors, scale, of_x[0], of_x[1], of_x[2], of_g[2]) ||
+      !layer.Read(factors, scale, lengths, of_x[0], of_x[1], of_x[2], of_g[2]) ||
       inner.element_count() != size_t(layer.R * layer.T * layer.wide) || results.size() != 1 + 2 * layer.modules.size())
     return ffi::Error::InvalidArgument(kMisfit);
   auto d_x = results.get<ffi::Buffer<ffi::BF16>>(0);
@@ -287,8 +302,9 @@ ffi::Error AdaptedRowsBackward(ffi::ThreadPool pool, Bf16 g, Bf16 x, Bf16 inner,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(locojax_adapted_rows, locojax::AdaptedRows,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<locojax::Bf16>().Arg<locojax::Bf16>()
-                                  .Arg<locojax::Floats>().RemainingArgs().Ret<locojax::Bf16>().Ret<locojax::Bf16>());
+                                  .Arg<locojax::Floats>().Arg<locojax::Ints>().RemainingArgs()
+                                  .Ret<locojax::Bf16>().Ret<locojax::Bf16>());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(locojax_adapted_rows_backward, locojax::AdaptedRowsBackward,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<locojax::Bf16>().Arg<locojax::Bf16>()
                                   .Arg<locojax::Bf16>().Arg<locojax::Bf16>().Arg<locojax::Floats>()
-                                  .RemainingArgs().RemainingRets());
+                                  .Arg<locojax::Ints>().RemainingArgs().RemainingRets());

@@ -93,28 +93,36 @@ def adapted(
     return jax.ffi.ffi_call("locojax_adapted", out)(x, w.panels, which, scale, layer.reshape(1), *flat)
 
 
-def adapted_rows(x: Array, w: Packed, scale: Array, factors: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+def adapted_rows(
+    x: Array, w: Packed, scale: Array, lengths: Array, factors: Sequence[tuple[Array, Array]]
+) -> tuple[Array, Array]:
     """x bf16[R, T, K] @ w [K, N] + scale * (x @ a) @ b, each of R rows by adapters of its own, summed in fp32 and
-    rounded once; and scale * x @ a of all modules, side by side.
+    rounded once; and scale * x @ a of all modules, side by side. Both 0 beyond each row's first `lengths` tokens.
 
-    scale f32[R]. factors: of each module whose columns w has, in order: a bf16[R, K, r], b bf16[R, r, F], F whole
+    scale f32[R]; lengths i32[R]. factors: of each module whose columns w has, in order: a bf16[R, K, r], b bf16[R, r, F], F whole
     panels, r even and the same.
     """
     R, T, _ = x.shape
     wide = sum(a.shape[-1] for a, _ in factors)
     outs = [jax.ShapeDtypeStruct((R, T, n), jnp.bfloat16) for n in (w.num_columns, wide)]
     flat = [factor for pair in factors for factor in pair]
-    out, inner = jax.ffi.ffi_call("locojax_adapted_rows", outs)(x, w.panels, scale, *flat)
+    out, inner = jax.ffi.ffi_call("locojax_adapted_rows", outs)(x, w.panels, scale, lengths, *flat)
     return out, inner
 
 
 def adapted_rows_backward(
-    g: Array, x: Array, inner: Array, w_t: Packed, scale: Array, factors: Sequence[tuple[Array, Array]]
+    g: Array,
+    x: Array,
+    inner: Array,
+    w_t: Packed,
+    scale: Array,
+    lengths: Array,
+    factors: Sequence[tuple[Array, Array]],
 ) -> tuple[Array, list[tuple[Array, Array]]]:
     """What a cotangent g bf16[R, T, N] of `adapted_rows`' product brings to x, in bf16, and to the factors, in fp32."""
     flat = [factor for pair in factors for factor in pair]
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype), *(jax.ShapeDtypeStruct(leaf.shape, jnp.float32) for leaf in flat)]
-    d_x, *ds = jax.ffi.ffi_call("locojax_adapted_rows_backward", outs)(g, x, inner, w_t.panels, scale, *flat)
+    d_x, *ds = jax.ffi.ffi_call("locojax_adapted_rows_backward", outs)(g, x, inner, w_t.panels, scale, lengths, *flat)
     return d_x, list(zip(ds[::2], ds[1::2], strict=True))
 
 
