@@ -1,4 +1,4 @@
-"""`logprobs.target_logprobs` by the C++ kernels: one target a position, a frozen head with an adapter, in bf16.
+"""`logprobs.target_logprobs` by the C++ kernels: one target a position, a frozen head, adapted or not, in bf16.
 
 Legend: N positions, D hidden, V vocab, r rank.
 """
@@ -15,23 +15,49 @@ from locojax.models.native import ops
 from locojax.models.native.ops import Unembedding
 
 
-def suits(head: Unembedding | None, low_rank: tuple[Array, Array], num_targets: int) -> bool:
+def suits(head: Unembedding | None, low_rank: tuple[Array, Array] | None, num_targets: int) -> bool:
     """Whether there is a kernel for that."""
-    return head is not None and num_targets == 1 and low_rank[1].shape[0] % 2 == 0
+    return head is not None and num_targets == 1 and (low_rank is None or low_rank[1].shape[0] % 2 == 0)
 
 
 def packed_target_logprobs(
     hidden: Float[Array, "N D"],
     head: Unembedding,
-    low_rank: tuple[Float[Array, "N r"], Float[Array, "r V"]],
+    low_rank: tuple[Float[Array, "N r"], Float[Array, "r V"]] | None,
     targets: Int[Array, "N 1"],
     active: Bool[Array, " N"],
     learning: Bool[Array, " N"],
 ) -> Float[Array, "N 1"]:
     """As `target_logprobs` with `train_head` off. hidden bf16; low_rank gets a gradient, the head none."""
+    learning = learning & active
+    if low_rank is None:
+        return _plain_logprobs(hidden, head, targets[:, 0], active, learning)[:, None]
     inner, b = low_rank
-    found = _logprobs(hidden, inner.astype(hidden.dtype), b, head, targets[:, 0], active, learning & active)
-    return found[:, None]
+    return _logprobs(hidden, inner.astype(hidden.dtype), b, head, targets[:, 0], active, learning)[:, None]
+
+
+@jax.custom_vjp
+def _plain_logprobs(hidden, head, targets, active, learning):
+    return _with_slope(hidden, head, targets, active, jnp.zeros_like(learning))[0]
+
+
+def _with_slope(hidden, head, targets, active, learning):
+    """A log-prob is linear in its cotangent: the slope is all that the backward pass needs, found in one pass."""
+    index, num_learning, count = positions_in_order(learning, active, 0)
+    x, wanted = taken(hidden, index), taken(targets, index)
+    picked, log_norm, slope = ops.loss_slope(x, head, wanted, num_learning, count)
+    logprobs = jnp.zeros(targets.shape, jnp.float32).at[index].set(picked - log_norm, mode="drop")
+    return logprobs, (jnp.zeros(hidden.shape, jnp.float32).at[index].set(slope, mode="drop"), learning)
+
+
+def _along_slope(kept, g):
+    slope, learning = kept
+    # A cotangent of 0 selects: a quarantined position's slope may be NaN.
+    needed = (learning & (g != 0))[:, None]
+    return jnp.where(needed, slope * g[:, None], 0.0).astype(jnp.bfloat16), None, None, None, None
+
+
+_plain_logprobs.defvjp(_with_slope, _along_slope)
 
 
 @jax.custom_vjp

@@ -168,7 +168,7 @@ def _logprobs(
 ) -> tuple[Array, Array]:
     """Of the row's targets [T, K], and the entropy [T] or zeros."""
     packed = params.get(PACKED_HEAD)
-    if low_rank is not None and suits(packed, low_rank, row.targets.shape[1]) and not spec.with_entropy:
+    if suits(packed, low_rank, row.targets.shape[1]) and not spec.with_entropy:
         found = packed_target_logprobs(hidden, packed, low_rank, row.targets, row.scored, row.reads)
         return found, jnp.zeros(found.shape[0], jnp.float32)
     return target_logprobs(

@@ -33,7 +33,7 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
 KERNELS = (
     "locojax_matmul_bf16", "locojax_matmul_f32", "locojax_attend_rows", "locojax_head_masses", "locojax_head_values",
-    "locojax_head_block", "locojax_adapted", "locojax_loss_forward", "locojax_loss_backward",
+    "locojax_head_block", "locojax_adapted", "locojax_loss_forward", "locojax_loss_backward", "locojax_loss_slope",
     "locojax_attention_forward", "locojax_attention_backward", "locojax_adapted_rows", "locojax_adapted_rows_backward",
     "locojax_gated", "locojax_gated_backward",
 )  # fmt: skip

@@ -232,6 +232,18 @@ def loss_backward(
     return d_x, d_inner, d_b
 
 
+def loss_slope(
+    x: Array, head: Unembedding, targets: Array, num_sloping: Array, count: Array
+) -> tuple[Array, Array, Array]:
+    """As `loss_forward` without an adapter; and f32[M, D], what a change of x adds to the log-probs of the first
+    `num_sloping` i32[] rows, else 0."""
+    row = jax.ShapeDtypeStruct(targets.shape, jnp.float32)
+    outs = [row, row, jax.ShapeDtypeStruct(x.shape, jnp.float32)]
+    inputs = (x, head.weight.panels, head.transposed.panels, targets, jnp.stack([num_sloping, count]))
+    picked, log_norm, slope = jax.ffi.ffi_call("locojax_loss_slope", outs)(*inputs)
+    return picked, log_norm, slope
+
+
 def attends_packed(head_dim: int) -> bool:
     """Whether `attention_forward` takes heads of that size."""
     return head_dim % 2 == 0 and head_dim <= 256
