@@ -144,8 +144,8 @@ def block(
         return linears(inputs, (name,), (-1,))[0]
 
     normed = rms_norm(x, layer["attn_norm"], spec.norm_eps)
-    sizes = spec.q_size, spec.kv_size, spec.kv_size
-    q, k, v = apart(linears(normed, ("q", "k", "v"), sizes), sizes)
+    heads = spec.q_size, spec.kv_size, spec.kv_size
+    q, k, v = apart(linears(normed, ("q", "k", "v"), heads), heads)
     q = q.reshape(R, T, spec.num_heads, spec.head_dim)
     k = k.reshape(R, T, spec.num_kv_heads, spec.head_dim)
     v = v.reshape(R, T, spec.num_kv_heads, spec.head_dim)
@@ -156,11 +156,11 @@ def block(
     x = x + linear(attended.reshape(R, T, spec.q_size), "o")
 
     normed = rms_norm(x, layer["mlp_norm"], spec.norm_eps)
-    sizes = spec.intermediate_size, spec.intermediate_size
-    outs = linears(normed, ("gate", "up"), sizes)
+    halves = spec.intermediate_size, spec.intermediate_size
+    outs = linears(normed, ("gate", "up"), halves)
     if len(outs) == 1 and isinstance(layer.get(GATE_UP), Packed) and gates(spec.intermediate_size):
         return x + linear(gated(outs[0]), "down"), kept
-    gate, up = apart(outs, sizes)
+    gate, up = apart(outs, halves)
     return x + linear(jax.nn.silu(gate) * up, "down"), kept
 
 

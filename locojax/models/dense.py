@@ -150,7 +150,7 @@ def adapted_rows(
     x: Array, w: Packed, w_t: Packed | None, factors: Sequence[tuple[Array, Array]], scale: Array, lengths: Array
 ) -> Array:
     """bf16 x [R, T, D] @ w [D, F], and to each row what its adapters add: scale f32[R] * (x @ a_i) @ b_i, for each i of
-    the modules whose columns w has, a_i [R, D, r] and b_i [R, r, F_i]. Beyond each row's first lengths i32[R] tokens, 0.
+    the modules whose columns w has, a_i [R, D, r] and b_i [R, r, F_i]. 0 beyond each row's first lengths i32[R] tokens.
 
     w and scale take no gradient; those of the factors come in fp32 where the factors are. A backward pass needs w_t.
     """

@@ -112,8 +112,8 @@ class Adapters:
         in the rows' own order. The latter is for training: a row's gradient then comes out apart from the others'.
       present: (ids i32[N], how many i32[]) from `present_in`: inference goes through the adapters that its rows use,
         one by one; index 0 is then no adapter. None: rows gather theirs, which has a gradient and moves more memory.
-      lengths: i32[rows]: tokens of each row that anybody asks about, from its beginning; None: all. Kernels may return 0
-        for the others.
+      lengths: i32[rows]: tokens of each row that anybody asks about, from its beginning; None: all. Kernels may return
+        0 for the others.
     """
 
     tree: Mapping[str, Any]

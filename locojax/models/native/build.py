@@ -6,6 +6,7 @@ jaxlib, the processor. Without a compiler nothing is lost but speed: `why_not` s
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -15,6 +16,7 @@ import pathlib
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 
 import jax
 import jaxlib
@@ -30,7 +32,7 @@ FOLDER = "native"
 COMPILERS = ("c++", "g++", "clang++")
 """Looked for in this order, after $CXX."""
 
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-w")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-w")
 KERNELS = (
     "locojax_matmul_bf16", "locojax_matmul_f32", "locojax_attend_rows", "locojax_head_masses", "locojax_head_values",
     "locojax_head_block", "locojax_adapted", "locojax_loss_forward", "locojax_loss_backward", "locojax_loss_slope",
@@ -116,11 +118,9 @@ def _library() -> pathlib.Path:
             os.utime(path)
         return path
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    wanted = [str(source) for source in sources if source.suffix == ".cc"]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # jax's headers count as the system's: their warnings are none of the user's.
-        _run([compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), *wanted, "-o", str(part)])
+        _compile(compiler, [source for source in sources if source.suffix == ".cc"], part)
         part.replace(path)
     except OSError as error:
         raise NoKernels(f"{path} can't be written ({error.strerror})") from error
@@ -128,6 +128,21 @@ def _library() -> pathlib.Path:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
     return path
+
+
+def _compile(compiler: str, sources: Sequence[pathlib.Path], library: pathlib.Path) -> None:
+    """Sources side by side: one after another they are half a minute's work."""
+    with tempfile.TemporaryDirectory(prefix="locojax-") as folder:
+
+        def compiled(source: pathlib.Path) -> str:
+            out = str(pathlib.Path(folder, f"{source.stem}.o"))
+            # jax's headers count as the system's: their warnings are none of the user's.
+            _run([compiler, *FLAGS, "-isystem", jax.ffi.include_dir(), "-c", str(source), "-o", out])
+            return out
+
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            objects = list(pool.map(compiled, sources))
+        _run([compiler, *FLAGS, "-shared", *objects, "-o", str(library)])
 
 
 def _compiler() -> str:

@@ -99,8 +99,8 @@ def adapted_rows(
     """x bf16[R, T, K] @ w [K, N] + scale * (x @ a) @ b, each of R rows by adapters of its own, summed in fp32 and
     rounded once; and scale * x @ a of all modules, side by side. Both 0 beyond each row's first `lengths` tokens.
 
-    scale f32[R]; lengths i32[R]. factors: of each module whose columns w has, in order: a bf16[R, K, r], b bf16[R, r, F], F whole
-    panels, r even and the same.
+    scale f32[R]; lengths i32[R]. factors: of each module whose columns w has, in order: a bf16[R, K, r], b bf16[R, r,
+    F], F whole panels, r even and the same.
     """
     R, T, _ = x.shape
     wide = sum(a.shape[-1] for a, _ in factors)
