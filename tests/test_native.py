@@ -10,7 +10,7 @@ from native_kernels import BF16_STEP, draw, exact, kernels  # noqa: F401  (a fix
 
 from locojax.models import attention, decoder
 from locojax.models.logprobs import target_logprobs_plain
-from locojax.models.lora import Adapters, OfLayer, adapted_product, present_in
+from locojax.models.lora import Adapters, OfLayer, adapted_product, packed, present_in
 from locojax.models.native import ops
 from locojax.models.packed_logprobs import packed_target_logprobs
 from locojax.rollout import head
@@ -164,6 +164,12 @@ def test_attention_within_rows_keeps_what_is_no_number_where_it_is_seen():
 SCALE = jnp.asarray([0.0, 1.0, 0.5, 2.0], jnp.float32)
 
 
+def of_layer(layer, a, b):
+    """A module's part of packed adapters, as a layer of `run_layers_unrolled` gets it."""
+    stack = packed(Adapters({"q": {"a": a, "b": b}}, SCALE)).tree["q"]
+    return jax.tree.map(lambda leaf: OfLayer(leaf, jnp.int32(layer)), stack)
+
+
 def mixed(M, seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 4, M), jnp.int32)
 
@@ -176,7 +182,7 @@ def mixed(M, seed=0):
 def test_an_adapted_product_adds_each_row_s_own_adapter(M, K, sizes, r, index):
     x, w, index = draw(M, 1, K), draw(K, sum(sizes)), index(M)
     factors = [(draw(2, 4, K, r, seed=i, scale=0.2), draw(2, 4, r, F, seed=i, scale=0.2)) for i, F in enumerate(sizes)]
-    parts = [{"a": OfLayer(a, jnp.int32(1)), "b": OfLayer(b, jnp.int32(1))} for a, b in factors]
+    parts = [of_layer(1, a, b) for a, b in factors]
     adapters = Adapters({}, SCALE, index, present_in(index, 4))
     ours = exact(jax.jit(adapted_product)(x, ops.pack(w), parts, adapters))[:, 0]
     deltas = []
@@ -194,14 +200,13 @@ def test_another_adapter_s_numbers_reach_no_row():
     a, b = draw(1, 4, 64, 8), draw(1, 4, 8, 64)
 
     def run(a, b):
-        parts = [{"a": OfLayer(a, jnp.int32(0)), "b": OfLayer(b, jnp.int32(0))}]
+        parts = [of_layer(0, a, b)]
         return np.asarray(adapted_product(x, w, parts, Adapters({}, SCALE, index, present_in(index, 4))))[:, 0]
 
     clean, dirty = run(a, b), run(a.at[0, 2].set(jnp.nan), b.at[0, 2].set(jnp.inf))
     np.testing.assert_array_equal(dirty[::2], clean[::2])
     assert np.isnan(dirty[1::2].astype(np.float32)).all()
-    alone = adapted_product(x[4:5], w, [{"a": OfLayer(a, jnp.int32(0)), "b": OfLayer(b, jnp.int32(0))}],
-                            Adapters({}, SCALE, index[4:5], present_in(index[4:5], 4)))  # fmt: skip
+    alone = adapted_product(x[4:5], w, [of_layer(0, a, b)], Adapters({}, SCALE, index[4:5], present_in(index[4:5], 4)))
     np.testing.assert_array_equal(np.asarray(alone)[0, 0], clean[4])
 
 
@@ -210,8 +215,7 @@ def test_products_that_are_left_to_the_plain_form():
     adapters = Adapters({}, SCALE, index, present_in(index, 4))
 
     def part(r=8, F=64, dtype=jnp.bfloat16):
-        stack = {"a": jnp.zeros((1, 4, 64, r), dtype), "b": jnp.zeros((1, 4, r, F), dtype)}
-        return {name: OfLayer(leaf, jnp.int32(0)) for name, leaf in stack.items()}
+        return of_layer(0, jnp.zeros((1, 4, 64, r), dtype), jnp.zeros((1, 4, r, F), dtype))
 
     w = ops.pack(draw(64, 64))
     assert adapted_product(x, w, [part()], adapters) is not None
@@ -227,13 +231,13 @@ def test_products_that_are_left_to_the_plain_form():
 @pytest.mark.parametrize("B", [1, 9, 70])
 @pytest.mark.parametrize("index", ["mixed", "none", "no adapters"])
 def test_the_head_s_kernels_say_what_stored_logits_would(B, index):
-    V, D, r = 1024, 64, 5
+    V, D, r = 1024, 64, 6
     table, hidden = draw(V, D), draw(B, D)
     weights = {"layers": [], "embed": table, decoder.UNEMBED: ops.pack(table.T)}
     adapters = None
     if index != "no adapters":
         stack = Adapters({"head": {"a": draw(4, D, r, scale=0.2), "b": draw(4, r, V, scale=0.2)}}, SCALE)
-        adapters = pick_adapters(stack, mixed(B) if index == "mixed" else jnp.zeros(B, jnp.int32), packed=True)
+        adapters = pick_adapters(packed(stack), mixed(B) if index == "mixed" else jnp.zeros(B, jnp.int32), packed=True)
     logits = head.logits(weights, hidden, adapters)
     assert isinstance(logits, head.PackedLogits)
     expected = exact(hidden) @ exact(table).T

@@ -160,6 +160,35 @@ def empty_stack(spec: ModelSpec, rank: int, num_adapters: int, dtype: Any) -> Ad
     return Adapters(tree, jnp.zeros(num_adapters, jnp.float32))
 
 
+def packed(adapters: Adapters) -> Adapters:
+    """Adapters as the C++ kernels read them: stacked, and the second factors `Packed`, as far as they can be.
+
+    A single adapter becomes the second of two, as `SampleRequest.adapter` counts them.
+    """
+    tree, scale = adapters.tree, adapters.scale
+    if not scale.ndim:
+
+        def second_of_two(leaf: Array, axis: int = 0) -> Array:
+            return jnp.stack([jnp.zeros_like(leaf), leaf], axis)
+
+        tree = {
+            module: {name: second_of_two(leaf, stack_axis(module)) for name, leaf in parts.items()}
+            for module, parts in tree.items()
+        }
+        scale = second_of_two(scale)
+
+    def second(b: Array) -> Array | Packed:
+        fits = b.dtype == jnp.bfloat16 and ops.packs(b.shape) and b.shape[-1] % PANEL == 0
+        return ops.pack(b) if fits else b
+
+    return Adapters({module: {"a": p["a"], "b": second(p["b"])} for module, p in tree.items()}, scale)
+
+
+def _second(b: Any, n: Array) -> Array:
+    """One adapter's second factor, [r, out]."""
+    return ops.unpack(Packed(b.panels[n], b.num_columns)) if isinstance(b, Packed) else b[n]
+
+
 def stack_axis(module: str) -> int:
     """Where N is in a stack's leaves of this module."""
     return 0 if module == HEAD else 1
@@ -191,7 +220,7 @@ def add_deltas(
         inner = matmul(x, a) * adapters.scale[n].astype(x.dtype)
         inners = jnp.split(inner, np.cumsum([part["a"].shape[-1] for part in parts])[:-1], axis=-1)
         added = [
-            out + matmul(low, part["b"][n].astype(x.dtype)).astype(out.dtype)
+            out + matmul(low, _second(part["b"], n).astype(x.dtype)).astype(out.dtype)
             for out, low, part in zip(outs, inners, parts, strict=True)
         ]
         # Selected, not multiplied by a mask: 0 times one adapter's NaN would reach the others' rows.
@@ -211,16 +240,17 @@ def adapted_product(
 ) -> Array | None:
     """x [rows, T, in] @ w and what adapters of its modules add, by one kernel; None where it takes `add_deltas`.
 
-    parts: of each module whose columns w has, in order, "a" and "b": `OfLayer`s where the adapters that are present are
-    gone through, arrays where each row has its own. The latter has a gradient, where there is `w_t`; see `dense`.
+    parts: of each module whose columns w has, in order, "a" and "b": `OfLayer`s of `packed` adapters where those that
+    are present are gone through, arrays where each row has its own. The latter has a gradient, where there is `w_t`.
     """
     if not isinstance(w, Packed):
         return None
     pairs = [(part["a"], part["b"]) for part in parts if part is not None]
-    same = len(pairs) == len(parts) and len({a.shape[-1] for a, _ in pairs}) == 1
-    if not same or pairs[0][0].shape[-1] % 2 or any(b.shape[-1] % PANEL for _, b in pairs):
+    if len(pairs) < len(parts) or len({a.shape[-1] for a, _ in pairs}) > 1:
         return None
     if adapters.present is None:
+        if pairs[0][0].shape[-1] % 2 or any(b.shape[-1] % PANEL for _, b in pairs):
+            return None
         if adapters.index is not None or not adapters.scale.ndim or pairs[0][0].ndim != 3:
             return None
         assert not isinstance(w_t, Array)
@@ -228,11 +258,11 @@ def adapted_product(
         if lengths is None:
             lengths = jnp.full(x.shape[0], x.shape[1], jnp.int32)
         return adapted_rows(x, w, w_t, pairs, adapters.scale, lengths)
-    if any(a.stack.dtype != jnp.bfloat16 for a, _ in pairs):
+    if not all(isinstance(b, Packed) for _, b in pairs):
         return None
     rows, T, K = x.shape
     which = jnp.repeat(jnp.where(adapters.index > 0, adapters.index, -1), T)
-    stacks = [(a.stack, b.stack) for a, b in pairs]
+    stacks = [(a.stack, b.panels.stack) for a, b in pairs]
     scale = adapters.scale.astype(jnp.float32)
     return ops.adapted(x.reshape(-1, K), w, which, scale, pairs[0][0].layer, stacks).reshape(rows, T, -1)
 

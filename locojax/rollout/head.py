@@ -50,23 +50,19 @@ def chunk_size(V: int, D: int, B: int) -> int | None:
 
 
 def _packed_head(head: Packed, B: int, adapters: Adapters | None) -> PackedHead | None:
-    """The C++ kernels' inputs for B rows; None: they can't do that."""
+    """The C++ kernels' inputs for B rows, of one adapter if it is one; None: they can't do that."""
     D, V = head.shape
     if V % block_size(V) or block_size(V) % PANEL:
         return None
     part = None if adapters is None else adapters.split()[1]
     if adapters is None or part is None:
-        nothing = jnp.zeros((0, D, 0), jnp.bfloat16), jnp.zeros((0, 0, V), jnp.bfloat16), jnp.zeros(0, jnp.float32)
-        return PackedHead(head, *nothing, jnp.full(B, -1, jnp.int32))
-    a, b = part["a"], part["b"]
-    if a.dtype != jnp.bfloat16:  # a narrower copy of all adapters at each token would cost more than it saves
+        nothing = Packed(jnp.zeros((0, V // PANEL, 0, PANEL, 2), jnp.bfloat16), V)
+        a, scale = jnp.zeros((0, D, 0), jnp.bfloat16), jnp.zeros(0, jnp.float32)
+        return PackedHead(head, a, nothing, scale, jnp.full(B, -1, jnp.int32))
+    if adapters.present is None or not isinstance(part["b"], Packed):
         return None
-    if adapters.present is not None:
-        which = jnp.where(adapters.index > 0, adapters.index, -1)
-        return PackedHead(head, a, b, adapters.scale.astype(jnp.float32), which)
-    if adapters.index is not None or adapters.scale.ndim:
-        return None
-    return PackedHead(head, a[None], b[None], adapters.scale.astype(jnp.float32)[None], jnp.zeros(B, jnp.int32))
+    which = jnp.broadcast_to(jnp.where(adapters.index > 0, adapters.index, -1), (B,))
+    return PackedHead(head, part["a"], part["b"], adapters.scale.astype(jnp.float32), which)
 
 
 class PackedLogits:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from locojax.models import decoder, lora
 from locojax.models.decoder import Params
 from locojax.models.lora import Adapters
 from locojax.rollout import stacks
@@ -27,6 +28,8 @@ class Policy:
 
     def take(self, weights: Params, version: int, adapters: Adapters | None) -> None:
         """Everything anew; row 0 of stacked adapters becomes no adapter."""
+        if adapters is not None and decoder.is_packed(weights):
+            adapters = jax.jit(lora.packed)(adapters)
         if adapters is not None and adapters.scale.ndim:
             own = jax.tree.map(jnp.copy, adapters)  # `replace` gives its memory away
             adapters = dataclasses.replace(own, scale=own.scale.at[0].set(0.0))

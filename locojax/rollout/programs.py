@@ -19,6 +19,7 @@ from jax import Array
 from locojax.models import attention, decoder
 from locojax.models.executables import Executables, Program, beside_jax_cache
 from locojax.models.lora import Adapters, present_in, stack_axis
+from locojax.models.native.ops import Packed, pack
 from locojax.models.spec import ModelSpec
 from locojax.rollout import head
 from locojax.rollout.layouts import Cache, Destination, Layout, Tables
@@ -276,7 +277,10 @@ def score(
     spec: ProgramSpec, weights: decoder.Params, adapters: Adapters | None, hidden: Array, rows: ScoreRows, num_top: int
 ) -> Scores:
     """What hidden states [T, D] predict, under the engine's `logprobs_of`; see ScoreRows."""
-    logits = decoder.logits(weights, hidden[None], pick_adapters(adapters, rows.adapter))[0]
+    if decoder.is_packed(weights):
+        logits = head.logits(weights, hidden, pick_adapters(adapters, rows.adapter, packed=True)).values()
+    else:
+        logits = decoder.logits(weights, hidden[None], pick_adapters(adapters, rows.adapter))[0]
     whole = WholeLogits(logits)
     T = logits.shape[0]
     temperature = jnp.broadcast_to(rows.temperature, (T,))
@@ -299,10 +303,11 @@ def set_adapter(
 ) -> Adapters:
     """The stack with adapter `row` i32[] replaced by `tree`, of the stack's modules and rank, and its scale f32[]."""
 
-    def put(module: str, name: str) -> Array:
-        stack = adapters.tree[module][name]
-        axis = stack_axis(module)
-        return jax.lax.dynamic_update_index_in_dim(stack, tree[module][name].astype(stack.dtype), row, axis)
+    def put(module: str, name: str) -> Array | Packed:
+        stack, axis = adapters.tree[module][name], stack_axis(module)
+        given = tree[module][name].astype(stack.dtype)
+        own = pack(given) if isinstance(stack, Packed) else given
+        return jax.tree.map(lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, row, axis), stack, own)
 
     replaced = {module: {name: put(module, name) for name in parts} for module, parts in adapters.tree.items()}
     return dataclasses.replace(adapters, tree=replaced, scale=adapters.scale.at[row].set(scale))

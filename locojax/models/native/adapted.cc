@@ -1,7 +1,7 @@
 // x @ w + scale * (x @ a) @ b: a packed product with each row's own low-rank adapter added, rounded once.
 //
 // The columns of w may be those of several modules that read the same x, one after another, each with an a and b of its
-// own. Adapters are stacked, [L, n, K, r] and [L, n, r, F]; `layer` says which of L. Each F is whole panels.
+// own. Adapters are stacked, [L, n, K, r] and, packed, [L, n, F / 64, r / 2, 64, 2]; `layer` says which of L.
 #include <vector>
 
 #include "adapters.h"
@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kBlockRows = 192;
 constexpr int64_t kPieces = 8;
 constexpr char kMisfit[] = "an adapted product's shapes don't fit: expected x [M, K], w [N / 64, K / 2, 64, 2], and of each "
-                           "module a [L, n, K, r] and b [L, n, r, F], F a multiple of 64 and N their sum";
+                           "module a [L, n, K, r] and b [L, n, F / 64, r / 2, 64, 2], N the sum of F";
 
 ffi::Error Adapted(ffi::ThreadPool pool, Bf16 x, Bf16 w, Ints which, ffi::Buffer<ffi::F32> scales, Ints of_layer,
                    ffi::RemainingArgs factors, ffi::ResultBuffer<ffi::BF16> out) {
@@ -28,14 +28,15 @@ ffi::Error Adapted(ffi::ThreadPool pool, Bf16 x, Bf16 w, Ints which, ffi::Buffer
     auto a = factors.get<Bf16>(i), b = factors.get<Bf16>(i + 1);
     if (!a.has_value() || !b.has_value()) return ffi::Error::InvalidArgument(kMisfit);
     const auto of_a = a->dimensions(), of_b = b->dimensions();
-    if (of_a.size() != 4 || of_b.size() != 4 || of_a[1] != n || of_b[1] != n || of_a[2] != K || of_a[3] != of_b[2] ||
-        (r && of_b[2] != r) || of_b[3] % kPanel || layer < 0 || layer >= of_a[0] || layer >= of_b[0])
+    if (of_a.size() != 4 || of_b.size() != 6 || of_a[1] != n || of_b[1] != n || of_a[2] != K || of_a[3] != of_b[3] * 2 ||
+        of_b[4] != kPanel || (r && of_a[3] != r) || layer < 0 || layer >= of_a[0] || layer >= of_b[0])
       return ffi::Error::InvalidArgument(kMisfit);
-    r = of_b[2];
+    r = of_a[3];
+    const int64_t F = of_b[2] * kPanel;
     modules.push_back({static_cast<const bf16*>(a->untyped_data()) + layer * n * K * r,
-                       static_cast<const bf16*>(b->untyped_data()) + layer * n * r * of_b[3], of_b[3]});
+                       static_cast<const bf16*>(b->untyped_data()) + layer * n * r * F, F});
     first.push_back(columns / kPanel);
-    columns += of_b[3];
+    columns += F;
   }
   if (of_w.size() != 4 || of_w[1] * 2 != K || of_w[2] != kPanel || of_w[0] * kPanel != columns || columns != N ||
       of_out[0] != M || which.element_count() != size_t(M))
@@ -54,10 +55,9 @@ ffi::Error Adapted(ffi::ThreadPool pool, Bf16 x, Bf16 w, Ints which, ffi::Buffer
   ForEach(pool, parts * int64_t(blocks.size()), [&](int64_t piece) {
     const Group& block = blocks[piece / parts];
     const int64_t part = piece % parts;
-    Scratch<bf16> of_b;
     for (int64_t p = num_panels * part / parts; p < num_panels * (part + 1) / parts; ++p) {
       const int64_t module = std::upper_bound(first.begin(), first.end(), p) - first.begin() - 1;
-      rows.Multiply(block, panels + p * K * kPanel, module, (p - first[module]) * kPanel, of_b,
+      rows.Multiply(block, panels + p * K * kPanel, module, (p - first[module]) * kPanel,
                     [&](const auto& tile, int64_t row) {
                       if (in_order) return tile.Write(to + row * N + p * kPanel, N, kPanel);
                       tile.WriteEach([&](int r) { return to + rows.order[row + r] * N + p * kPanel; });

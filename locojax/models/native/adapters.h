@@ -22,7 +22,8 @@ inline void PackPanel(const bf16* from, int64_t stride, int64_t rows, int64_t co
       panel[(k / 2 * kPanel + at + c) * 2 + k % 2] = k < rows ? from[k * stride + c] : 0;
 }
 
-// The second factors of one module's adapters, [n, r, F], and the first, [n, K, r].
+// The first factors of one module's adapters, [n, K, r], and the second, packed, [n, F / 64, r / 2, 64, 2]; or, in
+// training's kernels, [n, r, F].
 struct Module {
   const bf16 *a, *b;
   int64_t F;
@@ -33,12 +34,12 @@ struct Group {
   int64_t adapter, from, count;  // adapter < 0: none
 };
 
-// x [M, K], its rows in the order of their adapters, and scale * x @ a of each module.
+// x [M, K], its rows in the order of their adapters, and scale * x @ a of each module; even r.
 class ByAdapter {
  public:
   ByAdapter(xla::ffi::ThreadPool& pool, const bf16* x, int64_t M, int64_t K, const int32_t* which, const float* scales,
             int64_t num_adapters, int64_t r, std::vector<Module> modules)
-      : K(K), r(r), pairs((r + 1) / 2), modules(std::move(modules)), order(M), x_(x) {
+      : K(K), r(r), modules(std::move(modules)), order(M), x_(x) {
     const auto of = [=](int64_t row) { return std::clamp<int64_t>(which[row], -1, num_adapters - 1); };
     int64_t at = 0;
     for (int64_t n = -1; n < num_adapters; ++n) {
@@ -70,22 +71,18 @@ class ByAdapter {
 
   // Rows of a group times one panel of w, and what its adapter adds to these columns of a module: write(tile, row).
   template <class Write>
-  void Multiply(const Group& group, const bf16* panel, int64_t module, int64_t column, Scratch<bf16>& scratch,
-                Write write) const {
-    bf16* of_b = scratch.At(pairs * 2 * kPanel);
-    if (group.adapter >= 0) {
-      const auto& [a, b, F] = modules[module];
-      PackPanel(b + group.adapter * r * F + column, F, r, std::min<int64_t>(kPanel, F - column), of_b);
-    }
+  void Multiply(const Group& group, const bf16* panel, int64_t module, int64_t column, Write write) const {
+    const auto& [a, b, F] = modules[module];
+    const bf16* of_b = b + group.adapter * r * F + column * r;  // read only where there is an adapter
     EachTile(group.count, [&](auto& tile, int64_t i) {
       const int64_t row = group.from + i;
       tile.Multiply(x_ + row * K, K, panel, K / 2);
-      if (group.adapter >= 0) tile.Multiply(&inner_[row * stride() + module * 2 * pairs], stride(), of_b, pairs);
+      if (group.adapter >= 0) tile.Multiply(&inner_[row * stride() + module * r], stride(), of_b, r / 2);
       write(tile, row);
     });
   }
 
-  const int64_t K, r, pairs;
+  const int64_t K, r;
   const std::vector<Module> modules;
   std::vector<int64_t> order;  // the row of x that is i-th
   std::vector<Group> groups;
@@ -93,7 +90,7 @@ class ByAdapter {
  private:
   static constexpr int64_t kRowsAlone = 48;
 
-  int64_t stride() const { return int64_t(modules.size()) * 2 * pairs; }
+  int64_t stride() const { return int64_t(modules.size()) * r; }
 
   // The inner columns of one panel: those of all modules lie side by side.
   void FillInner(const Group& group, int64_t panel, float scale) {
@@ -101,11 +98,8 @@ class ByAdapter {
     bf16* of_a = scratch.At(K * kPanel);  // its columns beyond the width are multiplied and thrown away
     const int64_t width = std::min<int64_t>(kPanel, stride() - panel * kPanel);
     for (int64_t at = 0; at < width;) {
-      const int64_t column = panel * kPanel + at, module = column / (2 * pairs), from = column % (2 * pairs);
-      const int64_t some = std::min({2 * pairs - from, width - at}), real = std::clamp<int64_t>(r - from, 0, some);
-      PackPanel(modules[module].a + group.adapter * K * r + from, r, K, real, of_a, at);
-      for (int64_t c = real; c < some; ++c)  // an odd rank's last: whatever were there, times 0, need not be 0
-        for (int64_t k = 0; k < K; ++k) of_a[(k / 2 * kPanel + at + c) * 2 + k % 2] = 0;
+      const int64_t column = panel * kPanel + at, some = std::min(r - column % r, width - at);
+      PackPanel(modules[column / r].a + group.adapter * K * r + column % r, r, K, some, of_a, at);
       at += some;
     }
     std::vector<float> found(group.count * kPanel);

@@ -3,7 +3,7 @@
 //
 // A block's logits stay in the processor's cache while its largest and its mass are found. The block that a row then
 // draws from is computed again, by the same sums in the same order. Shapes: B rows, D hidden, V vocabulary, n adapters
-// of rank r, N blocks of S columns; S is whole panels.
+// of rank r, N blocks of S columns; V and S are whole panels.
 #include <vector>
 
 #include "adapters.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kPieces = 16;
 constexpr char kMisfit[] = "a packed head's shapes don't fit its inputs: expected hidden [B, D], head [V / 64, D / 2, 64, "
-                           "2], adapters [n, D, r] and [n, r, V]";
+                           "2], adapters [n, D, r] and [n, V / 64, r / 2, 64, 2]";
 
 // Of one row's block: its largest logit, and the sums of exp(logit - largest) and exp(scale (logit - largest)).
 void Masses(const float* logits, int64_t S, float scale, float* largest, float* mass, float* own) {
@@ -37,9 +37,11 @@ void Masses(const float* logits, int64_t S, float scale, float* largest, float* 
   *own = scale == 1.0f ? *mass : Sum(scaled);
 }
 
+int64_t Columns(Bf16& b) { return b.dimensions()[1] * kPanel; }
+
 ByAdapter RowsOf(ffi::ThreadPool& pool, Bf16& hidden, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
   const Module module{static_cast<const bf16*>(a.untyped_data()), static_cast<const bf16*>(b.untyped_data()),
-                      b.dimensions()[2]};
+                      Columns(b)};
   return ByAdapter(pool, static_cast<const bf16*>(hidden.untyped_data()), hidden.dimensions()[0],
                    hidden.dimensions()[1], static_cast<const int32_t*>(which.untyped_data()),
                    static_cast<const float*>(scales.untyped_data()), a.dimensions()[0], a.dimensions()[2], {module});
@@ -48,13 +50,13 @@ ByAdapter RowsOf(ffi::ThreadPool& pool, Bf16& hidden, Ints& which, Floats& scale
 bool Fit(Bf16& hidden, Bf16& head, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
   const auto x = hidden.dimensions(), w = head.dimensions(), of_a = a.dimensions(), of_b = b.dimensions();
   return x.size() == 2 && w.size() == 4 && w[1] * 2 == x[1] && w[2] == kPanel && which.element_count() == size_t(x[0]) &&
-         of_a.size() == 3 && of_b.size() == 3 && of_a[0] == of_b[0] && of_a[2] == of_b[1] && of_a[1] == x[1] &&
-         scales.element_count() == size_t(of_a[0]) && (of_b[2] + kPanel - 1) / kPanel == w[0];
+         of_a.size() == 3 && of_b.size() == 5 && of_a[0] == of_b[0] && of_a[2] == of_b[2] * 2 && of_a[1] == x[1] &&
+         of_b[3] == kPanel && scales.element_count() == size_t(of_a[0]) && of_b[1] == w[0];
 }
 
 ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, Floats scales, Bf16 a, Bf16 b,
                       Floats temper, FloatsOut largest, FloatsOut mass, FloatsOut own) {
-  const int64_t B = hidden.dimensions()[0], N = largest->dimensions()[1], V = b.dimensions()[2], S = V / N;
+  const int64_t B = hidden.dimensions()[0], N = largest->dimensions()[1], V = head.dimensions()[0] * kPanel, S = V / N;
   if (!Fit(hidden, head, which, scales, a, b) || S % kPanel || S * N != V)
     return ffi::Error::InvalidArgument(kMisfit);
   const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
@@ -65,11 +67,10 @@ ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
   const int64_t pieces = std::min(N, kPieces);
   ForEach(pool, pieces, [&](int64_t piece) {
     std::vector<float> logits(B * S);
-    Scratch<bf16> of_b;
     for (int64_t n = N * piece / pieces; n < N * (piece + 1) / pieces; ++n) {
       for (int64_t c = 0; c < S; c += kPanel)
         for (const Group& group : rows.groups)
-          rows.Multiply(group, panels + (n * S + c) * rows.K, 0, n * S + c, of_b, [&](const auto& tile, int64_t i) {
+          rows.Multiply(group, panels + (n * S + c) * rows.K, 0, n * S + c, [&](const auto& tile, int64_t i) {
             tile.Write(&logits[i * S + c], S, kPanel);
           });
       for (int64_t i = 0; i < B; ++i) {
@@ -83,7 +84,7 @@ ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
 
 ffi::Error HeadBlock(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, Floats scales, Bf16 a, Bf16 b,
                      Ints block, FloatsOut out) {
-  const int64_t B = hidden.dimensions()[0], S = out->dimensions()[1], V = b.dimensions()[2];
+  const int64_t B = hidden.dimensions()[0], S = out->dimensions()[1], V = head.dimensions()[0] * kPanel;
   if (!Fit(hidden, head, which, scales, a, b) || S % kPanel || V % S)
     return ffi::Error::InvalidArgument(kMisfit);
   const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
@@ -91,14 +92,13 @@ ffi::Error HeadBlock(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, F
   const auto* blocks = static_cast<const int32_t*>(block.untyped_data());
   auto* to = static_cast<float*>(out->untyped_data());
   ForEach(pool, std::min(B, kPieces), [&](int64_t piece) {
-    Scratch<bf16> of_b;
     const int64_t pieces = std::min(B, kPieces);
     for (const Group& group : rows.groups)
       for (int64_t i = group.from; i < group.from + group.count; ++i) {
         if (i < B * piece / pieces || i >= B * (piece + 1) / pieces) continue;
         const int64_t row = rows.order[i], n = std::clamp<int64_t>(blocks[row], 0, V / S - 1);
         for (int64_t c = 0; c < S; c += kPanel) {
-          rows.Multiply({group.adapter, i, 1}, panels + (n * S + c) * rows.K, 0, n * S + c, of_b,
+          rows.Multiply({group.adapter, i, 1}, panels + (n * S + c) * rows.K, 0, n * S + c,
                         [&](const auto& tile, int64_t) { tile.Write(to + row * S + c, S, kPanel); });
         }
       }
@@ -110,21 +110,19 @@ ffi::Error HeadValues(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
                       FloatsOut out) {
   if (!Fit(hidden, head, which, scales, a, b)) return ffi::Error::InvalidArgument(kMisfit);
   const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
-  const int64_t B = hidden.dimensions()[0], V = b.dimensions()[2], panels = (V + kPanel - 1) / kPanel;
+  const int64_t B = hidden.dimensions()[0], V = Columns(b), panels = V / kPanel;
   const auto* packed = static_cast<const bf16*>(head.untyped_data());
   auto* to = static_cast<float*>(out->untyped_data());
   const int64_t pieces = std::min(panels, kPieces);
   ForEach(pool, pieces, [&](int64_t piece) {
     std::vector<float> logits(B * kPanel);
-    Scratch<bf16> of_b;
     for (int64_t p = panels * piece / pieces; p < panels * (piece + 1) / pieces; ++p) {
       for (const Group& group : rows.groups)
-        rows.Multiply(group, packed + p * kPanel * rows.K, 0, p * kPanel, of_b, [&](const auto& tile, int64_t i) {
+        rows.Multiply(group, packed + p * kPanel * rows.K, 0, p * kPanel, [&](const auto& tile, int64_t i) {
           tile.Write(&logits[i * kPanel], kPanel, kPanel);
         });
       for (int64_t i = 0; i < B; ++i)
-        std::copy_n(&logits[i * kPanel], std::min<int64_t>(kPanel, V - p * kPanel),
-                    to + rows.order[i] * V + p * kPanel);
+        std::copy_n(&logits[i * kPanel], kPanel, to + rows.order[i] * V + p * kPanel);
     }
   });
   return ffi::Error::Success();

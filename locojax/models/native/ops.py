@@ -86,7 +86,7 @@ def adapted(
     """x bf16[M, K] @ w [K, N] + scale * (x @ a) @ b, each row by its own adapter, summed in fp32 and rounded once.
 
     which i32[M]: each row's adapter, -1 for none; scale f32[n]. factors: of each module whose columns w has, in order:
-    a bf16[L, n, K, r], b bf16[L, n, r, F], F whole panels, r even and the same; layer i32[], which of L.
+    a bf16[L, n, K, r] and the panels of b [L, n, r, F], r the same; layer i32[], which of L.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], w.num_columns), jnp.bfloat16)
     flat = [factor for pair in factors for factor in pair]
@@ -158,13 +158,13 @@ class PackedHead:
     """A packed unembedding [D, V] with low-rank adapters, as inputs of the head's kernels.
 
     Attributes:
-      weight: [D, V]. a: bf16[n, D, r]. b: bf16[n, r, V]. scale: f32[n].
+      weight: [D, V], V whole panels. a: bf16[n, D, r]. b: [n, r, V]. scale: f32[n].
       which: i32[B]: each row's adapter, -1 for none.
     """
 
     weight: Packed
     a: Array
-    b: Array
+    b: Packed
     scale: Array
     which: Array
 
@@ -186,7 +186,7 @@ class PackedHead:
         return jax.ffi.ffi_call("locojax_head_values", out)(*self._inputs(hidden))
 
     def _inputs(self, hidden: Array) -> tuple[Array, ...]:
-        return hidden, self.weight.panels, self.which, self.scale, self.a, self.b
+        return hidden, self.weight.panels, self.which, self.scale, self.a, self.b.panels
 
 
 @jax.tree_util.register_dataclass
