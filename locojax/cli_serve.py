@@ -65,6 +65,7 @@ _ENGINE_OPTIONS = {
     "kv_bytes": "memory for keys and values of sampling; auto: what all slots can use, at most a sixth of the memory",
     "max_slots": "samples that run at once",
     "min_rows": "fewest samples decoded together, empty places included; 64: log-probs don't depend on how many",
+    "turn_seconds": "seconds of decoding, about, before newcomers join the samples that run",
     "max_resident_samplers": "samplers whose adapters are on the device at once",
     "logprobs_of": "a sampled token's log-prob: of the tempered distribution (Tinker's) or the raw one",
     "sampling_share": "of the time, while there is both sampling and training to do",

@@ -32,8 +32,8 @@ class ServeSettings:
       kernels: whose products and attention: see `models.native.build`.
       max_context: prompt and completion together; None: the model's own.
       kv_bytes: for keys and values; auto: see `serving_memory.auto_kv_bytes`.
-      max_slots, min_rows, max_prefill_tokens, max_iterations: see `EngineSettings`; the iterations are those of one
-        turn.
+      max_slots, min_rows, max_prefill_tokens, max_iterations, turn_seconds: see `EngineSettings`. A turn is what a new
+        request waits for at most, while there is no training.
       max_resident_samplers: samplers whose adapters are on the device at once; more wait in host memory.
       logprobs_of: which distribution a sampled token's log-prob is of. Tinker's: tempered.
       sampling_share: of the device's time while there is both sampling and training to do; above 0, below 1.
@@ -58,7 +58,8 @@ class ServeSettings:
     max_slots: int = 128
     min_rows: int = 1
     max_prefill_tokens: int = 1024
-    max_iterations: int = 8
+    max_iterations: int = 32
+    turn_seconds: float = 0.25
     max_resident_samplers: int = 8
     logprobs_of: LogprobsOf = "tempered"
     sampling_share: float = 0.5
@@ -75,10 +76,9 @@ class ServeSettings:
             raise ConfigError(
                 "The server's sampling_share is out of range", got=self.sampling_share, expected="above 0, below 1"
             )
-        if not self.alpha > 0 or not self.status_seconds > 0:
-            raise ConfigError(
-                "The server's alpha and status_seconds must be above 0", got=f"{self.alpha} and {self.status_seconds}"
-            )
+        for name in ("alpha", "status_seconds", "turn_seconds"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"The server's {name} must be above 0", got=getattr(self, name))
         for name in ("compute_dtype", "sample_dtype"):
             if getattr(self, name) not in ("auto", "float32", "bfloat16"):
                 raise ConfigError(f"Unknown {name} {getattr(self, name)!r}", expected="auto, float32 or bfloat16")

@@ -171,6 +171,7 @@ def _engine(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> E
             min_rows=settings.min_rows,
             max_prefill_tokens=settings.max_prefill_tokens,
             max_iterations=settings.max_iterations,
+            turn_seconds=settings.turn_seconds,
             kv_bytes=_kv_bytes(settings, model.spec, dtype),
             layout="rows",
             page_size=PAGE_TOKENS,

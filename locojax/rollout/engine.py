@@ -24,6 +24,7 @@ from locojax.models.spec import ModelSpec
 from locojax.rollout import programs, sampling, warmup
 from locojax.rollout.batch import decode_rows, num_stop_ids
 from locojax.rollout.layouts import Cache
+from locojax.rollout.pace import Pace
 from locojax.rollout.pages import Moves, Shape, power_of_two
 from locojax.rollout.pending import Pending
 from locojax.rollout.policy import Policy
@@ -87,7 +88,7 @@ class Engine:
         self._copies, self._num_added = Moves(), 0
         self._cache: Any = None
         self._spare: Sequence[Program] = ()  # of shapes that are not used before all of them are there
-        self._policy, self._stats = Policy(), EngineStats()
+        self._policy, self._stats, self._pace = Policy(), EngineStats(), Pace(settings.turn_seconds)
 
     def load(self, weights: Params, version: int, adapters: Adapters | None = None, *, interrupt: bool = False) -> None:
         """New weights, in the form of `decoder.unstack`. The KV memory stays; cached prompts are forgotten.
@@ -398,22 +399,21 @@ class Engine:
         tables = self._layout.tables(slots, num_rows, self._shape, max(self._table_width, *groups))
         self._table_width = self._layout.width(tables)
         rows = decode_rows(running, num_rows, self._num_stops, tables)
-        truncates = any(sampling.truncates(s.request.params) for s in running)
-        if self._layout.pins_shapes and num_rows < PLAIN_ROWS:
-            truncates = True
+        truncates = self._layout.pins_shapes and num_rows < PLAIN_ROWS
+        truncates = truncates or any(sampling.truncates(s.request.params) for s in running)
         num_top = max(s.request.topk_sample_logprobs for s in running)
         num_top = power_of_two(num_top) if num_top else 0
         loaded = self._policy.loaded
         key = (loaded.signature, self._shape, num_rows, self._num_stops, self._table_width, truncates, num_top)
-        start = time.perf_counter()
+        start, most = time.perf_counter(), np.asarray(self._pace.fit(num_rows, plan.num_iterations), np.int32)
         part, drawn, gained, num_iterations = self.compiler.call(
-            "decode", key, loaded.weights, loaded.adapters, self._layout.decode_part(self._cache), rows,
-            np.asarray(plan.num_iterations, np.int32), np.asarray(plan.return_at, np.int32), truncates=truncates,
-            num_top=num_top,
+            "decode", key, loaded.weights, loaded.adapters, self._layout.decode_part(self._cache), rows, most,
+            np.asarray(plan.return_at, np.int32), truncates=truncates, num_top=num_top,
         )  # fmt: skip
         self._cache = self._layout.after_decode(self._cache, part)
         drawn, gained = jax.tree.map(np.asarray, drawn), np.asarray(gained)
-        self._stats.decode_seconds += time.perf_counter() - start
+        self._stats.decode_seconds += (seconds := time.perf_counter() - start)
+        self._pace.took(num_rows, int(num_iterations), seconds)
         self._stats.num_iterations += int(num_iterations)
         self._stats.row_iterations += int(gained.sum())
         self._stats.padded_row_iterations += num_rows * (int(num_iterations) + int(rows.fresh.any()))

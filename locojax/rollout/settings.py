@@ -42,6 +42,8 @@ class EngineSettings:
       min_rows: fewest rows that are decoded together, empty ones included (`EXACT_ROWS`).
       max_prefill_tokens: prompt tokens computed in one go; longer prompts are computed in chunks of it.
       max_iterations: decode iterations in one program run, 8 at most while a sample has stop strings or is streamed.
+      turn_seconds: what one program run may take, about; fewer iterations are run where they would take longer. None:
+        any time.
       kv_bytes: memory for keys and values, in bytes.
       layout: "contiguous" where gathers are slow (CPU) and work comes in waves of a kind, "paged" for a paged
         attention kernel, "rows" for a server on CPU: nothing compiles for the lengths and numbers that arrive.
@@ -68,11 +70,14 @@ class EngineSettings:
     seed: int = 0
     attention: Kernel | Literal["auto"] = "auto"
     kernels: Kernels = "auto"
+    turn_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_slots", "min_rows", "max_prefill_tokens", "max_iterations", "kv_bytes", "page_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"The engine's {name} is out of range", got=getattr(self, name), expected="1 or more")
+        if self.turn_seconds is not None and not self.turn_seconds > 0:
+            raise ConfigError("The engine's turn_seconds must be above 0", got=self.turn_seconds)
         if self.page_size & (self.page_size - 1):
             raise ConfigError("The engine's page_size must be a power of two", got=self.page_size)
 
