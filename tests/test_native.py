@@ -268,8 +268,11 @@ def test_a_number_that_isn_t_one_is_not_lost_in_a_maximum():
 
 @pytest.mark.parametrize(
     ("N", "D", "V", "r"),
-    [(5, 64, 512, 4), (97, 32, 1088, 8), (200, 64, 320, 2), (193, 96, 256, 40), (5, 64, 512, 0), (201, 96, 1088, 0), (9, 32, 4160, 0)],
-)
+    [
+        (5, 64, 512, 4), (97, 32, 1088, 8), (200, 64, 320, 2), (193, 96, 256, 40), (5, 64, 512, 0), (201, 96, 1088, 0),
+        (9, 32, 4160, 0),  # the only one with several blocks in a part
+    ],
+)  # fmt: skip
 def test_log_probs_of_targets_and_their_gradient(N, D, V, r):
     hidden, weight, inner, b = draw(N, D), draw(D, V, scale=0.3), draw(N, r), draw(r, V, scale=0.3)
     rng = np.random.default_rng(N)
