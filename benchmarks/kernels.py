@@ -4,7 +4,11 @@
   attend N     their attention over 128 rows of N stored tokens
   masses       the head for 128 rows, each with an adapter of rank 32: what drawing a token asks
   packed       attention within rows of 4 x 256 tokens, forward and backward, of one layer
+  adapted      training's joined gate and up of one layer, 4 rows of 256 tokens with adapters of their own, forward and
+               backward
+  gated        the activation after it, forward and backward
   loss         log-probs of 512 targets under the adapted head, forward and backward
+  loss bare    the same where the head isn't adapted
 
 Kernels and XLA take turns, so that both meet the same machine; a line is the median of `--repeats` of each. The bounds
 are the machine's own: a product of 2048 x 2048 by XLA, in the same run. The last line printed is one JSON object; its
@@ -29,8 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from locojax.models import attention, decoder
-from locojax.models.dense import matmul
+from locojax.models import attention, decoder, lora
+from locojax.models.dense import adapted_rows, dense, gated, matmul
 from locojax.models.logprobs import target_logprobs
 from locojax.models.lora import Adapters
 from locojax.models.native import build, ops
@@ -90,7 +94,7 @@ def masses() -> tuple[Case, Case]:
         found, _ = logits.masses(one, one == 1)
         return found, logits.block(index)
 
-    return (run, ({decoder.UNEMBED: ops.pack(table.T)}, hidden, stack)), (run, ({}, hidden, stack))
+    return (run, ({decoder.UNEMBED: ops.pack(table.T)}, hidden, lora.packed(stack))), (run, ({}, hidden, stack))
 
 
 def packed() -> tuple[Case, Case]:
@@ -106,20 +110,52 @@ def packed() -> tuple[Case, Case]:
     return (run("native"), tuple(inputs)), (run("plain"), tuple(inputs))
 
 
-def loss() -> tuple[Case, Case]:
+def adapted() -> tuple[Case, Case]:
+    x, w, scale = draw(4, 256, D, scale=1.0), draw(D, 2 * F), jnp.ones(4)
+    factors = [(draw(4, D, RANK).astype(jnp.float32), draw(4, RANK, F).astype(jnp.float32)) for _ in range(2)]
+    lengths = jnp.full(4, 256, jnp.int32)
+
+    def ours(x: jax.Array, factors: Any, w: ops.Packed, w_t: ops.Packed) -> jax.Array:
+        return jnp.sum(adapted_rows(x, w, w_t, factors, scale, lengths).astype(jnp.float32))
+
+    def theirs(x: jax.Array, factors: Any, w: jax.Array, w_t: jax.Array) -> jax.Array:
+        more = lora.deltas(x, [{"a": a, "b": b} for a, b in factors], scale, None)
+        return jnp.sum((dense(x, w, w_t, train=False) + jnp.concatenate(more, -1)).astype(jnp.float32))
+
+    grads = (jax.grad(form, argnums=(0, 1)) for form in (ours, theirs))
+    return (next(grads), (x, factors, ops.pack(w), ops.pack(w.T))), (next(grads), (x, factors, w, w.T))
+
+
+def activations() -> tuple[Case, Case]:
+    def theirs(both: jax.Array) -> jax.Array:
+        gate, up = jnp.split(both, 2, -1)
+        return jax.nn.silu(gate) * up
+
+    def run(form: Callable[..., jax.Array]) -> Callable[..., Any]:
+        return jax.value_and_grad(lambda both: jnp.sum(form(both).astype(jnp.float32)))
+
+    inputs = (draw(1024, 2 * F, scale=1.0),)
+    return (run(gated), inputs), (run(theirs), inputs)
+
+
+def loss(head_is_adapted: bool) -> tuple[Case, Case]:
     table, hidden, inner, b = draw(V, D), draw(512, D, scale=1.0), draw(512, RANK), draw(RANK, V).astype(jnp.float32)
     targets, on = jnp.arange(512, dtype=jnp.int32)[:, None], jnp.ones(512, bool)
 
+    def chosen(inner: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+        return (inner, b) if head_is_adapted else None
+
     def ours(hidden: jax.Array, inner: jax.Array, b: jax.Array, unembedding: ops.Unembedding) -> jax.Array:
-        return jnp.sum(packed_target_logprobs(hidden, unembedding, (inner, b), targets, on, on))
+        return jnp.sum(packed_target_logprobs(hidden, unembedding, chosen(inner, b), targets, on, on))
 
     def theirs(hidden: jax.Array, inner: jax.Array, b: jax.Array, table: jax.Array) -> jax.Array:
         found, _ = target_logprobs(
-            hidden, table, targets, on, tile=128, low_rank=(inner, b), train_head=False, vocab_first=True
+            hidden, table, targets, on, tile=128, low_rank=chosen(inner, b), train_head=False, vocab_first=True
         )
         return jnp.sum(found)
 
-    both = (jax.value_and_grad(form, argnums=(0, 1, 2)) for form in (ours, theirs))
+    learns = (0, 1, 2) if head_is_adapted else 0
+    both = (jax.value_and_grad(form, argnums=learns) for form in (ours, theirs))
     unembedding = ops.Unembedding.of(table.T)
     return (next(both), (hidden, inner, b, unembedding)), (next(both), (hidden, inner, b, table))
 
@@ -127,7 +163,8 @@ def loss() -> tuple[Case, Case]:
 LINES: dict[str, Callable[[], tuple[Case, Case]]] = {
     "layers 1": lambda: layers(1), "layers 8": lambda: layers(8), "layers 128": lambda: layers(128),
     "layers 1024": lambda: layers(1024), "attend 128": lambda: attend(128), "attend 256": lambda: attend(256),
-    "masses": masses, "packed": packed, "loss": loss,
+    "masses": masses, "packed": packed, "adapted": adapted, "gated": activations, "loss": lambda: loss(True),
+    "loss bare": lambda: loss(False),
 }  # fmt: skip
 
 

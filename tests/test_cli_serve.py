@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import signal
 import socket
@@ -13,6 +14,7 @@ import pytest
 from tiny import write_tiny_model
 
 from locojax import cli, cli_serve
+from locojax.hosts.place import with_huge_pages
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.server.auth import KEYS_VARIABLE
 from locojax.server.supervisor import Child, Supervisor
@@ -47,7 +49,9 @@ def test_two_processes_are_started(model, tmp_path, started, capsys):
     assert given["model_names"] == [str(model), "org/other"] and given["tokenizer_id"] is None
     assert given["imports"] == [["mine", str(adapter)]]
     assert given["address"] == engine.command[-1] and api.pass_fds == (given["socket"],)
-    assert engine.environment == api.environment and len(bytes.fromhex(next(iter(engine.environment.values())))) == 32
+    (secret,) = api.environment.values()
+    assert len(bytes.fromhex(secret)) == 32
+    assert engine.environment == api.environment | with_huge_pages(os.environ)  # only the engine computes
     shown = capsys.readouterr().err
     assert f"export TINKER_BASE_URL={given['url']}\n" in shown and "export TINKER_API_KEY=tml-local\n" in shown
 
