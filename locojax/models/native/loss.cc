@@ -58,8 +58,11 @@ ffi::Error LossForward(ffi::ThreadPool pool, Bf16 x, Bf16 inner, Bf16 w, Bf16 b,
   auto *to_picked = static_cast<float*>(picked->untyped_data()), *to_norm = static_cast<float*>(log_norm->untyped_data());
   std::fill_n(to_picked, given.M, 0.0f);
   std::fill_n(to_norm, given.M, 0.0f);
-  ForEach(pool, (given.count + kRows - 1) / kRows, [&](int64_t piece) {
-    const int64_t from = piece * kRows, rows = std::min(kRows, given.count - from);
+  // An even number of pieces, all but equal: of three, two threads would do one each, and one of them the last.
+  const int64_t pieces = (given.count + 2 * kRows - 1) / (2 * kRows) * 2;
+  const int64_t most = pieces ? (given.count + pieces * kTileRows - 1) / (pieces * kTileRows) * kTileRows : 0;
+  ForEach(pool, pieces, [&](int64_t piece) {
+    const int64_t from = std::min(piece * most, given.count), rows = std::min(most, given.count - from);
     Scratch<bf16> of_b;
     std::vector<float> logits(kRows * kColumns), top(rows, -INFINITY), total(rows, 0.0f);
     for (int64_t column = 0; column < given.V; column += kColumns) {
