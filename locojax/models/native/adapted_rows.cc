@@ -74,17 +74,6 @@ struct Layer {
   int64_t ModuleOf(int64_t column) const {
     return std::upper_bound(first.begin(), first.end(), column) - first.begin() - 1;
   }
-
-  // Calls with(module, first of its columns, how many, where in the panel) for one panel of the inner activations.
-  template <class With>
-  void EachInPanel(int64_t panel, With with) const {
-    const int64_t width = std::min<int64_t>(kPanel, wide - panel * kPanel);
-    for (int64_t at = 0; at < width;) {
-      const int64_t column = panel * kPanel + at, some = std::min(r - column % r, width - at);
-      with(column / r, column % r, some, at);
-      at += some;
-    }
-  }
 };
 
 // Numbers [columns, 2 pairs], rows `stride` apart -> columns `at`.. of a panel: their transpose's.
@@ -101,15 +90,6 @@ void Transpose(const bf16* from, int64_t stride, int64_t rows, int64_t columns, 
     for (int64_t c = 0; c < columns; ++c)
       for (int64_t i = row; i < std::min(row + kSquare, rows); ++i) to[c * even + i] = from[i * stride + c];
   for (int64_t c = 0; rows % 2 && c < columns; ++c) to[c * even + rows] = 0;
-}
-
-// scale * sums -> the first `width` columns, from `to` on.
-template <class Sums>
-void WriteScaled(const Sums& tile, float scale, bf16* to, int64_t stride, int64_t width, float* scratch, int64_t rows) {
-  tile.Write(scratch, kPanel, kPanel);
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t c = 0; c < width; c += kLanes)
-      Store(to + i * stride + c, Mul(Load(scratch + i * kPanel + c), Fill(scale)), int(std::min<int64_t>(kLanes, width - c)));
 }
 
 ffi::Error AdaptedRows(ffi::ThreadPool pool, Bf16 x, Bf16 w, Floats scale, Ints lengths, ffi::RemainingArgs factors,
@@ -134,15 +114,13 @@ ffi::Error AdaptedRows(ffi::ThreadPool pool, Bf16 x, Bf16 w, Floats scale, Ints 
     const int64_t panel = piece % inner_panels;
     Scratch<bf16> memory;
     bf16* of_a = memory.At(K * kPanel);
-    layer.EachInPanel(panel, [&](int64_t module, int64_t column, int64_t some, int64_t at) {
+    const int64_t width = std::min<int64_t>(kPanel, wide - panel * kPanel);
+    EachModule(r, panel * kPanel, width, [&](int64_t module, int64_t column, int64_t some, int64_t at) {
       PackPanel(layer.modules[module].a + block.row * K * r + column, r, K, some, of_a, at);
     });
-    float scratch[kTileRows * kPanel];
-    const int64_t width = std::min<int64_t>(kPanel, wide - panel * kPanel);
     EachTile(block.count, [&](auto& tile, int64_t i) {
       tile.Multiply(from + (block.from + i) * K, K, of_a, K / 2);
-      WriteScaled(tile, layer.scale[block.row], to_inner + (block.from + i) * wide + panel * kPanel, wide, width, scratch,
-                  tile.kCount);
+      WriteScaled(tile, layer.scale[block.row], to_inner + (block.from + i) * wide + panel * kPanel, wide, width);
     });
   });
 
@@ -189,13 +167,12 @@ class Backward {
     ForEach(pool, int64_t(few.size()) * modules, [&](int64_t piece) {
       const Tokens& block = few[piece / modules];
       const int64_t i = piece % modules;
-      float scratch[kTileRows * kPanel];
       for (int64_t panel = 0; panel < panels; ++panel)
         EachTile(block.count, [&](auto& tile, int64_t t) {
           tile.Multiply(g_ + (block.from + t) * N + layer_.first[i], N,
                         &of_b[((block.row * panels + panel) * N + layer_.first[i]) * kPanel], layer_.modules[i].F / 2);
           WriteScaled(tile, layer_.scale[block.row], &d_inner_[(block.from + t) * wide + i * r + panel * kPanel], wide,
-                      std::min<int64_t>(kPanel, r - panel * kPanel), scratch, tile.kCount);
+                      std::min<int64_t>(kPanel, r - panel * kPanel));
         });
     });
     ForEach(pool, layer_.R * 2, [&](int64_t piece) {

@@ -29,6 +29,27 @@ struct Module {
   int64_t F;
 };
 
+// Of columns from.. of activations that lie side by side, r of each module, calls with(module, first of its columns, how
+// many, where after `from`).
+template <class With>
+void EachModule(int64_t r, int64_t from, int64_t width, With with) {
+  for (int64_t at = 0; at < width;) {
+    const int64_t column = from + at, some = std::min(r - column % r, width - at);
+    with(column / r, column % r, some, at);
+    at += some;
+  }
+}
+
+// scale * a tile's sums, of its first `width` columns, to bf16 rows `stride` apart.
+template <class Sums>
+void WriteScaled(const Sums& tile, float scale, bf16* to, int64_t stride, int64_t width) {
+  float sums[kTileRows * kPanel];
+  tile.Write(sums, kPanel, kPanel);
+  for (int64_t i = 0; i < tile.kCount; ++i)
+    for (int64_t c = 0; c < width; c += kLanes)
+      Store(to + i * stride + c, Mul(Load(sums + i * kPanel + c), Fill(scale)), int(std::min<int64_t>(kLanes, width - c)));
+}
+
 // The rows that one adapter, or none, is for: where they are in the order by adapter.
 struct Group {
   int64_t adapter, from, count;  // adapter < 0: none
@@ -97,20 +118,13 @@ class ByAdapter {
     Scratch<bf16> scratch;
     bf16* of_a = scratch.At(K * kPanel);  // its columns beyond the width are multiplied and thrown away
     const int64_t width = std::min<int64_t>(kPanel, stride() - panel * kPanel);
-    for (int64_t at = 0; at < width;) {
-      const int64_t column = panel * kPanel + at, some = std::min(r - column % r, width - at);
-      PackPanel(modules[column / r].a + group.adapter * K * r + column % r, r, K, some, of_a, at);
-      at += some;
-    }
-    std::vector<float> found(group.count * kPanel);
+    EachModule(r, panel * kPanel, width, [&](int64_t module, int64_t column, int64_t some, int64_t at) {
+      PackPanel(modules[module].a + group.adapter * K * r + column, r, K, some, of_a, at);
+    });
     EachTile(group.count, [&](auto& tile, int64_t i) {
       tile.Multiply(x_ + (group.from + i) * K, K, of_a, K / 2);
-      tile.Write(&found[i * kPanel], kPanel, kPanel);
+      WriteScaled(tile, scale, &inner_[(group.from + i) * stride() + panel * kPanel], stride(), width);
     });
-    for (int64_t i = 0; i < group.count; ++i)
-      for (int64_t c = 0; c < width; c += kLanes)
-        Store(&inner_[(group.from + i) * stride() + panel * kPanel + c], Mul(Load(&found[i * kPanel + c]), Fill(scale)),
-              int(std::min<int64_t>(kLanes, width - c)));
   }
 
   const bf16* x_;

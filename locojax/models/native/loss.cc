@@ -11,8 +11,6 @@ namespace ffi = xla::ffi;
 namespace locojax {
 namespace {
 
-constexpr int64_t kColumns = 4 * kPanel;  // of a block: its logits of kRows rows take 96 KiB
-constexpr int64_t kRows = 96;
 constexpr int64_t kPieces = 8;
 constexpr char kMisfit[] = "a loss's shapes don't fit: expected x [M, D], inner [M, r], w [V / 64, D / 2, 64, 2], b [r, V]";
 
@@ -34,7 +32,7 @@ struct Given {
            of_b[1] == of_w[0] * kPanel;
   }
 
-  // logits[i][c] of rows from.. and columns `column`.., rows kColumns apart.
+  // logits[i][c] of rows from.. and columns `column`.., rows kLogitColumns apart.
   void Logits(int64_t from, int64_t rows, int64_t column, int64_t columns, Scratch<bf16>& scratch, float* out) const {
     bf16* of_b = scratch.At(r * kPanel);
     for (int64_t c = 0; c < columns; c += kPanel) {
@@ -42,7 +40,7 @@ struct Given {
       EachTile(rows, [&](auto& tile, int64_t i) {
         tile.Multiply(x + (from + i) * D, D, w + (column + c) * D, D / 2);
         tile.Multiply(inner + (from + i) * r, r, of_b, r / 2);
-        tile.Write(out + i * kColumns + c, kColumns, kPanel);
+        tile.Write(out + i * kLogitColumns + c, kLogitColumns, kPanel);
       });
     }
   }
@@ -59,17 +57,17 @@ ffi::Error LossForward(ffi::ThreadPool pool, Bf16 x, Bf16 inner, Bf16 w, Bf16 b,
   std::fill_n(to_picked, given.M, 0.0f);
   std::fill_n(to_norm, given.M, 0.0f);
   // An even number of pieces, all but equal: of three, two threads would do one each, and one of them the last.
-  const int64_t pieces = (given.count + 2 * kRows - 1) / (2 * kRows) * 2;
+  const int64_t pieces = (given.count + 2 * kLogitRows - 1) / (2 * kLogitRows) * 2;
   const int64_t most = pieces ? (given.count + pieces * kTileRows - 1) / (pieces * kTileRows) * kTileRows : 0;
   ForEach(pool, pieces, [&](int64_t piece) {
     const int64_t from = std::min(piece * most, given.count), rows = std::min(most, given.count - from);
     Scratch<bf16> of_b;
-    std::vector<float> logits(kRows * kColumns), top(rows, -INFINITY), total(rows, 0.0f);
-    for (int64_t column = 0; column < given.V; column += kColumns) {
-      const int64_t columns = std::min(kColumns, given.V - column);
+    std::vector<float> logits(kLogitRows * kLogitColumns), top(rows, -INFINITY), total(rows, 0.0f);
+    for (int64_t column = 0; column < given.V; column += kLogitColumns) {
+      const int64_t columns = std::min(kLogitColumns, given.V - column);
       given.Logits(from, rows, column, columns, of_b, logits.data());
       for (int64_t i = 0; i < rows; ++i) {
-        const float* own = &logits[i * kColumns];
+        const float* own = &logits[i * kLogitColumns];
         F32 most = Fill(top[i]), wrong = Zero();
         for (int64_t c = 0; c < columns; c += kLanes) {
           most = Max(most, Load(own + c));
@@ -113,54 +111,54 @@ ffi::Error LossBackward(ffi::ThreadPool pool, Bf16 x, Bf16 inner, Bf16 w, Bf16 b
   for (int64_t i = 0; i < given.count; ++i)
     for (int64_t j = 0; j < r; ++j) inner_t[j * even + i] = given.inner[i * r + j];
 
-  const int64_t blocks = (V + kColumns - 1) / kColumns, pieces = std::min(blocks, kPieces);
+  const int64_t blocks = (V + kLogitColumns - 1) / kLogitColumns, pieces = std::min(blocks, kPieces);
   const int64_t own_size = given.count * (wide + kPanel);
   std::vector<float> sums(pieces * own_size, 0.0f);
   ForEach(pool, pieces, [&](int64_t piece) {
     float *own_x = &sums[piece * own_size], *own_inner = own_x + given.count * wide;
     Scratch<bf16> of_b;
-    std::vector<float> logits(kRows * kColumns), of_d_b(r * kColumns);
-    std::vector<bf16> d(kRows * kColumns), panel(kColumns * kPanel);
+    std::vector<float> logits(kLogitRows * kLogitColumns), of_d_b(r * kLogitColumns);
+    std::vector<bf16> d(kLogitRows * kLogitColumns), panel(kLogitColumns * kPanel);
     for (int64_t block = blocks * piece / pieces; block < blocks * (piece + 1) / pieces; ++block) {
-      const int64_t column = block * kColumns, columns = std::min(kColumns, V - column);
+      const int64_t column = block * kLogitColumns, columns = std::min(kLogitColumns, V - column);
       std::fill(of_d_b.begin(), of_d_b.end(), 0.0f);
-      for (int64_t from = 0; from < given.count; from += kRows) {
-        const int64_t rows = std::min(kRows, given.count - from);
+      for (int64_t from = 0; from < given.count; from += kLogitRows) {
+        const int64_t rows = std::min(kLogitRows, given.count - from);
         given.Logits(from, rows, column, columns, of_b, logits.data());
         for (int64_t i = 0; i < rows; ++i) {
           const F32 by = Fill(-cotangent[from + i]), most = Fill(norm[from + i]);
-          float* own = &logits[i * kColumns];
+          float* own = &logits[i * kLogitColumns];
           const int64_t at = target[from + i] - column;
           // 1 - p before rounding: in bf16 a p near 1 is 1.
           const float of_target = at >= 0 && at < columns ? -std::expm1(own[at] - norm[from + i]) : 0.0f;
           for (int64_t c = 0; c < columns; c += kLanes)
-            Store(&d[i * kColumns + c], Mul(by, Exp(Sub(Load(own + c), most))), kLanes);
+            Store(&d[i * kLogitColumns + c], Mul(by, Exp(Sub(Load(own + c), most))), kLanes);
           if (at >= 0 && at < columns) {
             float exact[kLanes] = {of_target * cotangent[from + i]};
-            Store(&d[i * kColumns + at], Load(exact), 1);
+            Store(&d[i * kLogitColumns + at], Load(exact), 1);
           }
         }
-        if (rows % 2) std::fill_n(&d[rows * kColumns], kColumns, bf16(0));
+        if (rows % 2) std::fill_n(&d[rows * kLogitColumns], kLogitColumns, bf16(0));
         for (int64_t p = 0; p < of_t[0]; ++p)
           EachTile(rows, [&](auto& tile, int64_t i) {
-            tile.Multiply(&d[i * kColumns], kColumns, down + (p * V + column) * kPanel, columns / 2);
+            tile.Multiply(&d[i * kLogitColumns], kLogitColumns, down + (p * V + column) * kPanel, columns / 2);
             tile.AddTo(own_x + (from + i) * wide + p * kPanel, wide);
           });
         std::fill(panel.begin(), panel.end(), bf16(0));
         PackPanel(b_down + column * r, r, columns, r, panel.data());
         EachTile(rows, [&](auto& tile, int64_t i) {
-          tile.Multiply(&d[i * kColumns], kColumns, panel.data(), columns / 2);
+          tile.Multiply(&d[i * kLogitColumns], kLogitColumns, panel.data(), columns / 2);
           tile.AddTo(own_inner + (from + i) * kPanel, kPanel);
         });
         for (int64_t c = 0; c < columns; c += kPanel) {
-          PackPanel(&d[c], kColumns, rows + rows % 2, kPanel, panel.data());
+          PackPanel(&d[c], kLogitColumns, rows + rows % 2, kPanel, panel.data());
           EachTile(r, [&](auto& tile, int64_t j) {
             tile.Multiply(&inner_t[j * even + from], even, panel.data(), (rows + 1) / 2);
-            tile.AddTo(&of_d_b[j * kColumns + c], kColumns);
+            tile.AddTo(&of_d_b[j * kLogitColumns + c], kLogitColumns);
           });
         }
       }
-      for (int64_t j = 0; j < r; ++j) std::copy_n(&of_d_b[j * kColumns], columns, to_b + j * V + column);
+      for (int64_t j = 0; j < r; ++j) std::copy_n(&of_d_b[j * kLogitColumns], columns, to_b + j * V + column);
     }
   });
   std::fill_n(to_x, M * D, 0.0f);

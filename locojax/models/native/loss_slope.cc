@@ -15,8 +15,6 @@ namespace ffi = xla::ffi;
 namespace locojax {
 namespace {
 
-constexpr int64_t kColumns = 4 * kPanel;  // of a block: its logits of kRows rows take 96 KiB
-constexpr int64_t kRows = 96;
 constexpr int64_t kPieces = 8;  // parts of the vocabulary, each with sums of its own
 constexpr char kMisfit[] = "a slope's shapes don't fit: expected x [M, D], w [V / 64, D / 2, 64, 2] and its transpose, "
                            "targets [M]";
@@ -41,17 +39,17 @@ class Slopes {
 
   // The logits of `rows` rows from `from` on over one block of columns go into the part's sums.
   void Add(Part& part, int64_t from, int64_t rows, int64_t column, float* logits, bf16* weights) const {
-    const int64_t columns = std::min(kColumns, V - column), with_slope = std::clamp<int64_t>(sloping - from, 0, rows);
+    const int64_t columns = std::min(kLogitColumns, V - column), with_slope = std::clamp<int64_t>(sloping - from, 0, rows);
     for (int64_t c = 0; c < columns; c += kPanel)
       EachTile(rows, [&](auto& tile, int64_t i) {
         tile.Multiply(x_ + (from + i) * D, D, w_ + (column + c) * D, D / 2);
-        tile.Write(logits + i * kColumns + c, kColumns, kPanel);
+        tile.Write(logits + i * kLogitColumns + c, kLogitColumns, kPanel);
       });
     for (int64_t i = 0; i < rows; ++i)
-      Exponentials(part, from + i, column, columns, logits + i * kColumns, i < with_slope ? weights + i * kColumns : nullptr);
+      Exponentials(part, from + i, column, columns, logits + i * kLogitColumns, i < with_slope ? weights + i * kLogitColumns : nullptr);
     for (int64_t p = 0; p * kPanel < wide; ++p)
       EachTile(with_slope, [&](auto& tile, int64_t i) {
-        tile.Multiply(weights + i * kColumns, kColumns, down_ + (p * V + column) * kPanel, columns / 2);
+        tile.Multiply(weights + i * kLogitColumns, kLogitColumns, down_ + (p * V + column) * kPanel, columns / 2);
         tile.AddTo(&part.sums[(from + i) * wide + p * kPanel], wide);
       });
   }
@@ -133,17 +131,17 @@ ffi::Error LossSlope(ffi::ThreadPool pool, Bf16 x, Bf16 w, Bf16 w_t, Ints target
       targets.element_count() != size_t(of_x[0]))
     return ffi::Error::InvalidArgument(kMisfit);
   const Slopes slopes(x, w, w_t, targets, counts);
-  const int64_t blocks = (slopes.V + kColumns - 1) / kColumns, pieces = std::min(blocks, kPieces);
+  const int64_t blocks = (slopes.V + kLogitColumns - 1) / kLogitColumns, pieces = std::min(blocks, kPieces);
   std::vector<Part> parts(pieces);
   ForEach(pool, pieces, [&](int64_t piece) {
     Part& part = parts[piece];
     part.rows.resize(slopes.count);
     part.sums.resize(slopes.sloping * slopes.wide);
-    std::vector<float> logits(kRows * kColumns);
-    std::vector<bf16> weights(kRows * kColumns);
+    std::vector<float> logits(kLogitRows * kLogitColumns);
+    std::vector<bf16> weights(kLogitRows * kLogitColumns);
     for (int64_t block = blocks * piece / pieces; block < blocks * (piece + 1) / pieces; ++block)
-      for (int64_t from = 0; from < slopes.count; from += kRows)
-        slopes.Add(part, from, std::min(kRows, slopes.count - from), block * kColumns, logits.data(), weights.data());
+      for (int64_t from = 0; from < slopes.count; from += kLogitRows)
+        slopes.Add(part, from, std::min(kLogitRows, slopes.count - from), block * kLogitColumns, logits.data(), weights.data());
   });
   auto *to_picked = static_cast<float*>(picked->untyped_data()), *to_norm = static_cast<float*>(log_norm->untyped_data()),
        *to_slope = static_cast<float*>(slope->untyped_data());

@@ -11,6 +11,9 @@ namespace locojax {
 constexpr int kPanel = 64, kVectors = kPanel / kLanes;  // columns of a panel
 constexpr int kTileRows = 6;  // 6 x 4 sums, 4 of w and one of x: 29 of 32 registers
 
+// A block of logits that stays in the processor's cache until it has been used: 96 KiB.
+constexpr int64_t kLogitRows = 96, kLogitColumns = 4 * kPanel;
+
 // Memory that isn't cleared first, and grows to what is asked for.
 template <class T>
 class Scratch {
