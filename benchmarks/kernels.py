@@ -1,7 +1,8 @@
 """The C++ kernels for bf16 on CPU against what XLA makes of the same, at SmolLM2-135M's shapes.
 
   layers N     the products of all 30 layers with N rows, one after another as decoding does them
-  attend N     their attention over 128 rows of N stored tokens
+  attend N     64 tokens of 128 rows, the last of N, through 30 layers' attention: turned, stored, and attended from
+  norms        30 norms of 1024 tokens, one after another
   masses       the head for 128 rows, each with an adapter of rank 32: what drawing a token asks
   packed       attention within rows of 4 x 256 tokens, forward and backward, of one layer
   adapted      training's joined gate and up of one layer, 4 rows of 256 tokens with adapters of their own, forward and
@@ -34,17 +35,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from locojax.models import attention, decoder, lora
-from locojax.models.dense import adapted_rows, dense, gated, matmul
+from locojax.models.dense import adapted_rows, dense, gated, matmul, rms_norm
 from locojax.models.logprobs import target_logprobs
 from locojax.models.lora import Adapters
 from locojax.models.native import build, ops
 from locojax.models.packed_logprobs import packed_target_logprobs
+from locojax.models.spec import RopeSpec
 from locojax.rollout import head
+from locojax.rollout.layout_rows import RowsLayout
+from locojax.rollout.pages import Shape
 from locojax.rollout.programs import pick_adapters
 
 D, F, V, LAYERS, HEADS, KV_HEADS, HEAD_DIM, RANK = 576, 1536, 49152, 30, 9, 3, 64, 32
 MATRICES = ((D, D + 2 * KV_HEADS * HEAD_DIM), (D, D), (D, 2 * F), (F, D))  # qkv, o, gate and up, down
 ROWS = 128
+DECODED, PAGE = 64, 128  # tokens in one call of `attend`, and those that an array of a row begins with
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -75,18 +80,42 @@ def layers(rows: int) -> tuple[Case, Case]:
 
 
 def attend(tokens: int) -> tuple[Case, Case]:
-    q, count = draw(ROWS, HEADS, HEAD_DIM, scale=1.0), jnp.full(ROWS, tokens, jnp.int32)
-    caches = [[(draw(ROWS, KV_HEADS, tokens, HEAD_DIM, scale=1.0),) for _ in "kv"] for _ in range(LAYERS)]
+    q, k = draw(ROWS, HEADS, HEAD_DIM, scale=1.0), draw(ROWS, KV_HEADS, HEAD_DIM, scale=1.0)
+    rope = tuple(each[:, 0] for each in decoder.rope_tables(RopeSpec(1e4), HEAD_DIM, jnp.zeros((ROWS, 1), jnp.int32)))
+    caches = [tuple((draw(ROWS, KV_HEADS, tokens, HEAD_DIM, scale=1.0),) for _ in "kv") for _ in range(LAYERS)]
+
+    def run(native: bool) -> Callable[..., jax.Array]:
+        layout = RowsLayout(0, PAGE, 0, tokens, native)
+        tables = layout.tables([], ROWS, Shape(0, 0, ROWS, tokens), 1)
+
+        def some_tokens(q: jax.Array, caches: Any) -> Any:
+            def one(own: jax.Array, carry: Any) -> Any:
+                q, caches = carry
+                kept = []
+                for layer in caches:
+                    q, layer = layout.decode(layer, tables, jnp.full(ROWS, own), q, k, k, rope)
+                    kept.append(layer)
+                return q, kept
+
+            return jax.lax.fori_loop(jnp.int32(tokens - DECODED), jnp.int32(tokens), one, (q, caches))
+
+        return some_tokens
+
+    return (run(True), (q, caches)), (run(False), (q, caches))
+
+
+def norms() -> tuple[Case, Case]:
+    x, weight = draw(8 * ROWS, D, scale=1.0), draw(D)
 
     def run(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        def all_layers(q: jax.Array, caches: Any) -> jax.Array:
-            for keys, values in caches:
-                q = form(q, keys, values, count)
-            return q
+        def all_layers(x: jax.Array, weight: jax.Array) -> jax.Array:
+            for _ in range(LAYERS):
+                x = form(x, weight, 1e-5)
+            return x
 
         return all_layers
 
-    return (run(ops.attend_rows), (q, caches)), (run(attention.decode_rows), (q, caches))
+    return (run(ops.rms_norm), (x, weight)), (run(rms_norm), (x, weight))
 
 
 def masses() -> tuple[Case, Case]:
@@ -169,8 +198,8 @@ def loss(head_is_adapted: bool) -> tuple[Case, Case]:
 LINES: dict[str, Callable[[], tuple[Case, Case]]] = {
     "layers 1": lambda: layers(1), "layers 8": lambda: layers(8), "layers 128": lambda: layers(128),
     "layers 1024": lambda: layers(1024), "attend 128": lambda: attend(128), "attend 256": lambda: attend(256),
-    "masses": masses, "packed": packed, "adapted": adapted, "gated": activations, "loss": lambda: loss(True),
-    "loss bare": lambda: loss(False),
+    "norms": norms, "masses": masses, "packed": packed, "adapted": adapted, "gated": activations,
+    "loss": lambda: loss(True), "loss bare": lambda: loss(False),
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The C++ kernels against numpy in fp64, whichever form the machine's compiler makes of them."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,13 @@ import pytest
 from native_kernels import BF16_STEP, draw, exact, kernels  # noqa: F401  (a fixture)
 
 from locojax.models import attention, decoder
+from locojax.models.dense import native_rms_norm, rms_norm
 from locojax.models.logprobs import target_logprobs_plain
 from locojax.models.lora import Adapters, OfLayer, adapted_product, packed, present_in
 from locojax.models.native import ops
 from locojax.models.packed_logprobs import packed_target_logprobs
-from locojax.rollout import head
+from locojax.models.spec import RopeSpec
+from locojax.rollout import head, layout_rows
 from locojax.rollout.programs import pick_adapters
 from locojax.rollout.sampling import WholeLogits
 
@@ -59,13 +62,35 @@ def test_what_a_product_refuses():
         ops.matmul(draw(2, 32), ops.pack(draw(64, 64)))
 
 
+@pytest.mark.parametrize("shape", [(1, 16), (5, 3, 64), (40, 576)])
+def test_a_norm(shape):
+    x, weight = draw(*shape, scale=3.0), draw(shape[-1])
+    expected = exact(x) / np.sqrt(np.mean(exact(x) ** 2, -1, keepdims=True) + 1e-5) * exact(weight)
+    found = jax.jit(ops.rms_norm, static_argnums=2)(x, weight, 1e-5)
+    np.testing.assert_allclose(exact(found), expected, rtol=BF16_STEP)
+
+    def gradient(form):
+        return jax.vjp(lambda x, weight: form(x, weight, 1e-5), x, weight)[1](draw(*shape, seed=9))
+
+    for ours, plain in zip(gradient(native_rms_norm), gradient(rms_norm), strict=True):
+        np.testing.assert_array_equal(ours, plain)
+
+
+def test_a_norm_of_what_isn_t_finite_stays_in_its_row():
+    x = draw(3, 32).at[1, 5].set(jnp.nan)
+    found = exact(ops.rms_norm(x, draw(32), 1e-5))
+    assert np.isnan(found[1]).all() and np.isfinite(found[[0, 2]]).all()
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 
 def rows_of(B, K, G, h, sizes, seed=0):
     q = draw(B, K * G, h, seed=seed)
-    arrays = [[draw(B, K, size, h, seed=seed + 1 + i + 10 * kind) for i, size in enumerate(sizes)] for kind in (0, 1)]
-    return q, *arrays
+    def arrays(seed):
+        return tuple(draw(B, K, size, h, seed=seed + i) for i, size in enumerate(sizes))
+
+    return q, arrays(seed + 1), arrays(seed + 11)
 
 
 def attended(q, keys, values, num_tokens):
@@ -83,6 +108,22 @@ def attended(q, keys, values, num_tokens):
     return out
 
 
+def new_token(q, K, seed=50):
+    """(k, v, rope) for `ops.attend_rows`, each row at an angle of its own."""
+    B, _, h = q.shape
+    rope = decoder.rope_tables(RopeSpec(theta=10000.0), h, 7 * jnp.arange(B, dtype=jnp.int32)[:, None])
+    return draw(B, K, h, seed=seed), draw(B, K, h, seed=seed + 1), tuple(each[:, 0] for each in rope)
+
+
+def stored(q, k, v, rope, position, keys, values):
+    """q rotated, and keys and values with the new token's, by the plain form."""
+    q, k = decoder.rotated(q, k, rope)
+    return q, tuple(
+        tuple(layout_rows._put(x, begin, position, new) for begin, x in layout_rows._begins(arrays))
+        for arrays, new in ((keys, k), (values, v))
+    )
+
+
 @pytest.mark.parametrize(
     ("K", "G", "h", "sizes"),
     [(3, 3, 64, (16, 16, 40)), (2, 1, 32, (8, 8)), (1, 7, 128, (16,)), (2, 5, 96, (40,)), (1, 2, 256, (33, 7)),
@@ -91,23 +132,58 @@ def attended(q, keys, values, num_tokens):
 def test_attention_over_rows(K, G, h, sizes):
     q, keys, values = rows_of(5, K, G, h, sizes)
     tokens = jnp.asarray([1, sum(sizes), sizes[0], min(17, sum(sizes)), sum(sizes) - 1], jnp.int32)
-    ours = exact(jax.jit(ops.attend_rows)(q, keys, values, tokens))
-    expected = attended(q, keys, values, tokens)
-    np.testing.assert_allclose(ours, expected, rtol=BF16_STEP, atol=1e-4)
-    np.testing.assert_allclose(ours, exact(attention.decode_rows(q, keys, values, tokens)), atol=4 * BF16_STEP)
+    new, position = new_token(q, K), tokens - 1
+    ours, kept = jax.jit(ops.attend_rows)(q, *new, position, keys, values)
+    turned, kept_plainly = stored(q, *new, position, keys, values)
+    for mine, plain in zip(jax.tree.leaves(kept), jax.tree.leaves(kept_plainly), strict=True):
+        np.testing.assert_allclose(exact(mine), exact(plain), rtol=BF16_STEP, atol=1e-6)
+    expected = attended(turned, *kept, tokens)
+    np.testing.assert_allclose(exact(ours), expected, rtol=2 * BF16_STEP, atol=2e-3)
+    plainly = attention.decode_rows(turned, *kept_plainly, tokens)
+    np.testing.assert_allclose(exact(ours), exact(plainly), atol=4 * BF16_STEP)
 
 
 def test_attention_reads_no_token_that_doesn_t_count_and_no_other_row():
     q, keys, values = rows_of(3, 2, 2, 32, (16, 16))
-    tokens = jnp.asarray([5, 20, 32], jnp.int32)
-    clean = np.asarray(ops.attend_rows(q, keys, values, tokens))
+    new, position = new_token(q, 2), jnp.asarray([4, 19, 31], jnp.int32)
+    clean, _ = ops.attend_rows(q, *new, position, keys, values)
     beyond = jnp.arange(16)[None] >= jnp.asarray([5, 16, 16])[:, None]
     first = jnp.where(beyond[:, None, :, None], jnp.nan, keys[0])
-    poisoned = [first, keys[1].at[0].set(jnp.nan).at[1, :, 4:].set(jnp.nan)]
-    poisoned_values = [values[0].at[0, :, 5:].set(jnp.inf), values[1].at[2].set(jnp.nan)]
-    dirty = np.asarray(ops.attend_rows(q, poisoned, poisoned_values, tokens))
-    np.testing.assert_array_equal(dirty[:2], clean[:2])
-    assert np.isnan(dirty[2].astype(np.float32)).any()
+    poisoned = first, keys[1].at[0].set(jnp.nan).at[1, :, 4:].set(jnp.nan)
+    poisoned_values = values[0].at[0, :, 5:].set(jnp.inf), values[1].at[2].set(jnp.nan)
+    dirty, _ = ops.attend_rows(q, *new, position, poisoned, poisoned_values)
+    np.testing.assert_array_equal(exact(dirty)[:2], exact(clean)[:2])
+    assert np.isnan(exact(dirty)[2]).any()
+
+
+def test_a_new_token_that_isn_t_finite_is_stored_as_zero_and_one_beyond_the_row_nowhere():
+    q, keys, values = rows_of(3, 1, 2, 32, (8, 8))
+    k, v, rope = new_token(q, 1)
+    k, v = k.at[0, 0, 5].set(jnp.nan), v.at[0, 0, 6].set(-jnp.inf)
+    _, (new_keys, new_values) = ops.attend_rows(q, k, v, rope, jnp.asarray([9, 16, 400], jnp.int32), keys, values)
+    np.testing.assert_array_equal(exact(new_keys[1])[0, 0, 1, [5, 21]], 0)  # a pair that is turned together
+    np.testing.assert_array_equal(exact(new_values[1])[0, 0, 1], exact(jnp.where(jnp.isfinite(v), v, 0))[0, 0])
+    assert np.isfinite(exact(new_keys[1])).all()
+    for before, after in zip([*keys, *values], [*new_keys, *new_values], strict=True):
+        np.testing.assert_array_equal(exact(after)[1:], exact(before)[1:])
+        assert (exact(after)[0] != exact(before)[0]).any() == (before is keys[1] or before is values[1])
+
+
+def test_a_loop_that_appends_works_in_place():
+    """A copy of a layer's keys on each token would cost more than attention itself."""
+    q, keys, values = rows_of(2, 1, 2, 32, (8, 8))
+    k, v, rope = new_token(q, 1)
+
+    def tokens(keys, values):
+        def one(i, carry):
+            q, stored = carry
+            return ops.attend_rows(q, k, v, rope, jnp.full(2, i), *stored)
+
+        return jax.lax.fori_loop(jnp.int32(0), jnp.int32(16), one, (q, (tuple(keys), tuple(values))))
+
+    program = jax.jit(tokens, donate_argnums=(0, 1)).lower(keys, values).compile()
+    assert "locojax_attend_rows" in (text := program.as_text())
+    assert not re.findall(r"= bf16\[2,1,8,32\]\S* copy\(", text)
 
 
 def test_heads_that_there_is_a_form_for():

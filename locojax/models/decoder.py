@@ -20,27 +20,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from locojax.models import attention, sharding
-from locojax.models.dense import dense, gated, head_product
+from locojax.models.dense import along_last, dense, gated, head_product, native_rms_norm, rms_norm
 from locojax.models.lora import Adapters, OfLayer, adapted_product, add_deltas
-from locojax.models.native.ops import Packed, gates, pack, packs
+from locojax.models.native.ops import Packed, gates, norms, pack, packs
 from locojax.models.remat import LAYER_INPUT, LINEAR, POLICIES
 from locojax.models.spec import INIT_STD, ModelSpec, Parameter, RopeSpec, parameters
 
 Params = Mapping[str, Any]
-Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
-"""(q [R,T,H,h], k [R,T,K,h], v [R,T,K,h]) -> (attended [R,T,H,h], whatever the caller wants kept of this layer)."""
+Rope = tuple[Array, Array]
+"""See `rope_tables`."""
 
-
-def _along_last(vector: Array, like: Array) -> Array:
-    """[n] shaped to multiply or be added to [..., n]; ranks are never promoted silently."""
-    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
-
-
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """RMSNorm (Zhang & Sennrich 2019), statistics in fp32."""
-    x32 = x.astype(jnp.float32)
-    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * _along_last(weight.astype(jnp.float32), x32)).astype(x.dtype)
+Attend = Callable[[Array, Array, Array, Rope], tuple[Array, Any]]
+"""(q [R,T,H,h], k [R,T,K,h], v [R,T,K,h], what is to rotate q and k) -> (attended [R,T,H,h], whatever the caller wants
+kept of this layer)."""
 
 
 def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
@@ -77,7 +69,7 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> np.ndarray:
     return base.astype(np.float32)
 
 
-def rope_tables(rope: RopeSpec, head_dim: int, positions: Array) -> tuple[Array, Array]:
+def rope_tables(rope: RopeSpec, head_dim: int, positions: Array) -> Rope:
     """cos, sin f32[R, T, 1, h] for i32[R, T] positions, ready to multiply [R, T, heads, h]."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(rope_frequencies(rope, head_dim)).reshape(1, 1, -1)
     angles = jnp.concatenate([angles, angles], axis=-1)[:, :, None, :]
@@ -92,6 +84,10 @@ def apply_rope(x: Array, cos: Array, sin: Array) -> Array:
     return (x32 * cos + rotated * sin).astype(x.dtype)
 
 
+def rotated(q: Array, k: Array, rope: Rope) -> tuple[Array, Array]:
+    return apply_rope(q, *rope), apply_rope(k, *rope)
+
+
 GATE_UP = "gate_up"
 JOINED: Mapping[tuple[str, ...], str] = {("q", "k", "v"): "qkv", ("gate", "up"): GATE_UP}
 """Weights that read the same input, and the name under which `unstack` stores them side by side."""
@@ -104,18 +100,23 @@ def block(
     x: Array,
     layer: Params,
     spec: ModelSpec,
-    rope: tuple[Array, Array],
+    rope: Rope,
     attend: Attend,
     lora: Params,
     adapters: Adapters | None,
 ) -> tuple[Array, Any]:
     """One transformer layer on x [R, T, D]; returns x and what `attend` kept."""
     R, T, _ = x.shape
+    native = _of_kernels(layer)
+
+    def norm(inputs: Array, name: str) -> Array:
+        suits = native and norms(inputs.shape[-1]) and inputs.dtype == layer[name].dtype == jnp.bfloat16
+        return (native_rms_norm if suits else rms_norm)(inputs, layer[name], spec.norm_eps)
 
     def biased(out: Array, name: str) -> Array:
         if f"{name}_bias" not in layer:
             return out
-        return out + _along_last(layer[f"{name}_bias"].astype(out.dtype), out)
+        return out + along_last(layer[f"{name}_bias"].astype(out.dtype), out)
 
     def multiply(inputs: Array, name: str) -> Array:
         return biased(dense(inputs, layer[name], layer.get(name + TRANSPOSED), train=adapters is None), name)
@@ -143,22 +144,22 @@ def block(
     def linear(inputs: Array, name: str) -> Array:
         return linears(inputs, (name,), (-1,))[0]
 
-    normed = rms_norm(x, layer["attn_norm"], spec.norm_eps)
+    normed = norm(x, "attn_norm")
     heads = spec.q_size, spec.kv_size, spec.kv_size
     q, k, v = apart(linears(normed, ("q", "k", "v"), heads), heads)
     q = q.reshape(R, T, spec.num_heads, spec.head_dim)
     k = k.reshape(R, T, spec.num_kv_heads, spec.head_dim)
     v = v.reshape(R, T, spec.num_kv_heads, spec.head_dim)
     if spec.qk_norm:
-        q = rms_norm(q, layer["q_norm"], spec.norm_eps)
-        k = rms_norm(k, layer["k_norm"], spec.norm_eps)
-    attended, kept = attend(apply_rope(q, *rope), apply_rope(k, *rope), v)
+        q = norm(q, "q_norm")
+        k = norm(k, "k_norm")
+    attended, kept = attend(q, k, v, rope)
     x = x + linear(attended.reshape(R, T, spec.q_size), "o")
 
-    normed = rms_norm(x, layer["mlp_norm"], spec.norm_eps)
+    normed = norm(x, "mlp_norm")
     halves = spec.intermediate_size, spec.intermediate_size
     outs = linears(normed, ("gate", "up"), halves)
-    if len(outs) == 1 and isinstance(layer.get(GATE_UP), Packed) and gates(spec.intermediate_size):
+    if len(outs) == 1 and native and gates(spec.intermediate_size):
         return x + linear(gated(outs[0]), "down"), kept
     gate, up = apart(outs, halves)
     return x + linear(jax.nn.silu(gate) * up, "down"), kept
@@ -200,7 +201,8 @@ def forward(
       parts: devices that rows are split over, T = S / parts tokens of each on this one. Above 1, in a program that is
         manual over the mesh's sequence axis.
     """
-    def attend(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def attend(q: Array, k: Array, v: Array, rope: Rope) -> tuple[Array, Any]:
+        q, k = rotated(q, k, rope)
         kept = (k, v) if keep_kv else None
         if parts == 1:
             return attention.packed(q, k, v, until, kernel=kernel), kept
@@ -240,7 +242,7 @@ def run_layers(
     return rms_norm(x, params["final_norm"], spec.norm_eps), kept
 
 
-CachedAttend = Callable[[Any, Array, Array, Array], tuple[Array, Any]]
+CachedAttend = Callable[[Any, Array, Array, Array, Rope], tuple[Array, Any]]
 """As Attend, given a layer's cache first; what it keeps is the layer's new cache."""
 
 
@@ -297,9 +299,13 @@ def unembedding(params: Params) -> Array | Packed:
     return params["head"].T if "head" in params else params["embed"]
 
 
+def _of_kernels(layer: Params) -> bool:
+    return any(isinstance(leaf, Packed) for leaf in layer.values())
+
+
 def is_packed(params: Params) -> bool:
     """Whether `unstack` made this tree for the C++ kernels."""
-    return any(isinstance(leaf, Packed) for leaf in params["layers"][0].values())
+    return _of_kernels(params["layers"][0])
 
 
 def logits(params: Params, hidden: Array, adapters: Adapters | None = None) -> Array:

@@ -185,6 +185,35 @@ def _adapted_rows_bwd(kept, g: Array):
 _adapted_rows.defvjp(_adapted_rows_fwd, _adapted_rows_bwd)
 
 
+def along_last(vector: Array, like: Array) -> Array:
+    """[n] shaped to multiply or be added to [..., n]; ranks are never promoted silently."""
+    return vector.reshape((1,) * (like.ndim - 1) + vector.shape)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm (Zhang & Sennrich 2019) of [..., D], statistics in fp32."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * along_last(weight.astype(jnp.float32), x32)).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def native_rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """`rms_norm` by the C++ kernel, of bf16; its gradient is the plain form's."""
+    return ops.rms_norm(x, weight, eps)
+
+
+def _norm_fwd(x: Array, weight: Array, eps: float):
+    return ops.rms_norm(x, weight, eps), (x, weight)
+
+
+def _norm_bwd(eps: float, kept: tuple[Array, Array], g: Array):
+    return jax.vjp(partial(rms_norm, eps=eps), *kept)[1](g)
+
+
+native_rms_norm.defvjp(_norm_fwd, _norm_bwd)
+
+
 @jax.custom_vjp
 def gated(both: Array) -> Array:
     """silu(gate) * up by the C++ kernel: bf16[..., 2 F], gate and up side by side, -> [..., F]. Rounded once."""

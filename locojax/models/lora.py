@@ -122,7 +122,7 @@ class Adapters:
     present: Any = None
     lengths: Any = None
 
-    def split(self) -> tuple[Mapping[str, Any], Mapping[str, Array] | None]:
+    def split(self) -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
         """(the layers' part, the head's part or None)."""
         return {k: v for k, v in self.tree.items() if k != HEAD}, self.tree.get(HEAD)
 
@@ -161,7 +161,7 @@ def empty_stack(spec: ModelSpec, rank: int, num_adapters: int, dtype: Any) -> Ad
 
 
 def packed(adapters: Adapters) -> Adapters:
-    """Adapters as the C++ kernels read them: stacked, and the second factors `Packed`, as far as they can be.
+    """Adapters as the C++ kernels read them: stacked, and the factors of each module `Packed` if both can be.
 
     A single adapter becomes the second of two, as `SampleRequest.adapter` counts them.
     """
@@ -177,16 +177,18 @@ def packed(adapters: Adapters) -> Adapters:
         }
         scale = second_of_two(scale)
 
-    def second(b: Array) -> Array | Packed:
-        fits = b.dtype == jnp.bfloat16 and ops.packs(b.shape) and b.shape[-1] % PANEL == 0
-        return ops.pack(b) if fits else b
+    def pair(a: Array, b: Array) -> dict[str, Array | Packed]:
+        fit = a.dtype == b.dtype == jnp.bfloat16 and ops.packs(a.shape) and ops.packs(b.shape)
+        if not fit or b.shape[-1] % PANEL:
+            return {"a": a, "b": b}
+        return {"a": ops.pack(a, ops.narrow(a.shape[-1])), "b": ops.pack(b)}
 
-    return Adapters({module: {"a": p["a"], "b": second(p["b"])} for module, p in tree.items()}, scale)
+    return Adapters({module: pair(**parts) for module, parts in tree.items()}, scale)
 
 
-def _second(b: Any, n: Array) -> Array:
-    """One adapter's second factor, [r, out]."""
-    return ops.unpack(Packed(b.panels[n], b.num_columns)) if isinstance(b, Packed) else b[n]
+def _own(stack: Any, n: Array) -> Array:
+    """One adapter's factor, of a stack that may be packed."""
+    return ops.unpack(Packed(stack.panels[n], stack.num_columns)) if isinstance(stack, Packed) else stack[n]
 
 
 def stack_axis(module: str) -> int:
@@ -216,11 +218,11 @@ def add_deltas(
     def apply(i: Array | int, outs: list[Array]) -> list[Array]:
         n = ids[i]
         mine = ((adapters.index == n) & (n > 0))[:, None, None]
-        a = jnp.concatenate([part["a"][n].astype(x.dtype) for part in parts], axis=-1)
+        a = jnp.concatenate([_own(part["a"], n).astype(x.dtype) for part in parts], axis=-1)
         inner = matmul(x, a) * adapters.scale[n].astype(x.dtype)
         inners = jnp.split(inner, np.cumsum([part["a"].shape[-1] for part in parts])[:-1], axis=-1)
         added = [
-            out + matmul(low, _second(part["b"], n).astype(x.dtype)).astype(out.dtype)
+            out + matmul(low, _own(part["b"], n).astype(x.dtype)).astype(out.dtype)
             for out, low, part in zip(outs, inners, parts, strict=True)
         ]
         # Selected, not multiplied by a mask: 0 times one adapter's NaN would reach the others' rows.
@@ -258,13 +260,13 @@ def adapted_product(
         if lengths is None:
             lengths = jnp.full(x.shape[0], x.shape[1], jnp.int32)
         return adapted_rows(x, w, w_t, pairs, adapters.scale, lengths)
-    if not all(isinstance(b, Packed) for _, b in pairs):
+    if not all(isinstance(factor, Packed) for pair in pairs for factor in pair):
         return None
     rows, T, K = x.shape
     which = jnp.repeat(jnp.where(adapters.index > 0, adapters.index, -1), T)
-    stacks = [(a.stack, b.panels.stack) for a, b in pairs]
+    stacks = [(a.panels.stack, b.panels.stack) for a, b in pairs]
     scale = adapters.scale.astype(jnp.float32)
-    return ops.adapted(x.reshape(-1, K), w, which, scale, pairs[0][0].layer, stacks).reshape(rows, T, -1)
+    return ops.adapted(x.reshape(-1, K), w, which, scale, pairs[0][0].panels.layer, stacks).reshape(rows, T, -1)
 
 
 def low_rank(x: Array, a: Array, scale: Array, index: Array | None) -> Array:

@@ -18,7 +18,7 @@ from jax import Array
 
 from locojax.models import decoder
 from locojax.models.lora import Adapters
-from locojax.models.native.ops import PANEL, Packed, PackedHead
+from locojax.models.native.ops import LANES, PANEL, Packed, PackedHead
 from locojax.models.unembedding import LOGITS_IN_CACHE
 from locojax.rollout.sampling import BlockMasses, Logits, WholeLogits, block_size, masses_of
 from locojax.rollout.settings import PLAIN_ROWS
@@ -56,9 +56,9 @@ def _packed_head(head: Packed, B: int, adapters: Adapters | None) -> PackedHead 
         return None
     part = None if adapters is None else adapters.split()[1]
     if adapters is None or part is None:
-        nothing = Packed(jnp.zeros((0, V // PANEL, 0, PANEL, 2), jnp.bfloat16), V)
-        a, scale = jnp.zeros((0, D, 0), jnp.bfloat16), jnp.zeros(0, jnp.float32)
-        return PackedHead(head, a, nothing, scale, jnp.full(B, -1, jnp.int32))
+        a = Packed(jnp.zeros((0, 0, D // 2, LANES, 2), jnp.bfloat16), 0)
+        b = Packed(jnp.zeros((0, V // PANEL, 0, PANEL, 2), jnp.bfloat16), V)
+        return PackedHead(head, a, b, jnp.zeros(0, jnp.float32), jnp.full(B, -1, jnp.int32))
     if adapters.present is None or not isinstance(part["b"], Packed):
         return None
     which = jnp.broadcast_to(jnp.where(adapters.index > 0, adapters.index, -1), (B,))

@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array
 
 from locojax.models import attention
+from locojax.models.decoder import Rope, rotated
 from locojax.models.native import ops
 from locojax.models.spec import ModelSpec
 from locojax.rollout.layouts import Cache, Destination, Tables, placed, storable, zeros
@@ -182,12 +183,16 @@ class RowsLayout:
         most = min(capacity, power_of_two(self.max_context))
         return self.page_size * -(-most // self.page_size)
 
-    def decode(self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def decode(
+        self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array, rope: Rope
+    ) -> tuple[Array, Any]:
         position = tables.prompt_len + own
+        if self.native:
+            return ops.attend_rows(q, k, v, rope, position, *layer)
+        q, k = rotated(q, k, rope)
         keys, values = ([_put(x, begin, position, new) for begin, x in _begins(arrays)]
                         for arrays, new in zip(layer, (k, v), strict=True))  # fmt: skip
-        attend = ops.attend_rows if self.native else attention.decode_rows
-        return attend(q, keys, values, position + 1), (tuple(keys), tuple(values))
+        return attention.decode_rows(q, keys, values, position + 1), (tuple(keys), tuple(values))
 
     def store(self, layer: Any, to: Destination, k: Array, v: Array, start: Array | int = 0) -> Any:
         page, place = to.pages

@@ -20,6 +20,7 @@ import numpy as np
 from jax import Array
 
 from locojax.models import attention
+from locojax.models.decoder import Rope, rotated
 from locojax.models.spec import ModelSpec
 from locojax.rollout.pages import Moves, PromptBlock, Shape, SlotBlock, power_of_two
 from locojax.rollout.prefill import Packed
@@ -107,8 +108,11 @@ class Layout(Protocol):
     def prompt_capacity(self, num_tokens: int, shape: Shape) -> int:
         """P of a program that stores prompts of up to `num_tokens` tokens."""
 
-    def decode(self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        """Stores k, v [B,K,h] as each row's own token number `own` and attends with q [B,H,h] -> [B,H,h], layer."""
+    def decode(
+        self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array, rope: Rope
+    ) -> tuple[Array, Any]:
+        """Rotates q [B,H,h] and k [B,K,h] by rope, f32[B,1,h] twice, stores k and v [B,K,h] as each row's own token
+        number `own` and attends -> [B,H,h], layer."""
 
     def store(self, layer: Any, to: Destination, k: Array, v: Array, start: Array | int = 0) -> Any:
         """Stores k, v [N,T,K,h] as tokens start.. of N prompts. What falls beyond the capacity is dropped."""
@@ -223,7 +227,10 @@ class Contiguous(_OneCache):
     def prompt_capacity(self, num_tokens: int, shape: Shape) -> int:
         return shape.prompt_capacity
 
-    def decode(self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def decode(
+        self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array, rope: Rope
+    ) -> tuple[Array, Any]:
+        q, k = rotated(q, k, rope)
         prompt_k, prompt_v, own_k, own_v = layer
         rows = jnp.arange(q.shape[0], dtype=jnp.int32)
         own_k = own_k.at[rows, :, own].set(storable(k, own_k.dtype), mode="drop")
@@ -296,7 +303,10 @@ class Paged(_OneCache):
     def prompt_capacity(self, num_tokens: int, shape: Shape) -> int:
         return self.page_size * power_of_two(-(-num_tokens // self.page_size))
 
-    def decode(self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def decode(
+        self, layer: Any, tables: Tables, own: Array, q: Array, k: Array, v: Array, rope: Rope
+    ) -> tuple[Array, Any]:
+        q, k = rotated(q, k, rope)
         position = tables.prompt_len + own
         page = jnp.take_along_axis(tables.pages, position[:, None] // self.page_size, axis=1, mode="clip")[:, 0]
         layer = layer.at[page, position % self.page_size].set(storable(_side_by_side(k, v), layer.dtype), mode="drop")

@@ -184,8 +184,9 @@ def decode(
     def iterate(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, layers, token, own, alive, count, drawn = carry
 
-        def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-            out, kept = spec.layout.decode(layer, rows.tables, own, q[:, 0], k[:, 0], v[:, 0])
+        def attend(layer: Any, q: Array, k: Array, v: Array, rope: decoder.Rope) -> tuple[Array, Any]:
+            cos, sin = rope
+            out, kept = spec.layout.decode(layer, rows.tables, own, q[:, 0], k[:, 0], v[:, 0], (cos[:, 0], sin[:, 0]))
             return out[:, None], kept
 
         positions = (rows.tables.prompt_len + own)[:, None]
@@ -225,7 +226,8 @@ def prefill(
     """
     tokens, positions, until = packed
 
-    def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def attend(layer: Any, q: Array, k: Array, v: Array, rope: decoder.Rope) -> tuple[Array, Any]:
+        q, k = decoder.rotated(q, k, rope)
         flat_k, flat_v = (x.reshape(-1, *x.shape[2:])[source] for x in (k, v))
         out = attention.packed(q, k, v, until, kernel=spec.layout.prefill_kernel)
         return out, spec.layout.store(layer, to, flat_k, flat_v)
@@ -256,7 +258,8 @@ def prefill_chunk(
     """
     T = tokens.shape[1]
 
-    def attend(layer: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    def attend(layer: Any, q: Array, k: Array, v: Array, rope: decoder.Rope) -> tuple[Array, Any]:
+        q, k = decoder.rotated(q, k, rope)
         context_k, context_v = spec.layout.stored(layer, to)
         out = attention.chunk_with_context(q, k, v, context_k, context_v, start[None])
         # Read before it is written to, or XLA would work on a copy of all that is stored.
@@ -306,7 +309,7 @@ def set_adapter(
     def put(module: str, name: str) -> Array | Packed:
         stack, axis = adapters.tree[module][name], stack_axis(module)
         given = tree[module][name].astype(stack.dtype)
-        own = pack(given) if isinstance(stack, Packed) else given
+        own = pack(given, stack.width) if isinstance(stack, Packed) else given
         return jax.tree.map(lambda old, new: jax.lax.dynamic_update_index_in_dim(old, new, row, axis), stack, own)
 
     replaced = {module: {name: put(module, name) for name in parts} for module, parts in adapters.tree.items()}

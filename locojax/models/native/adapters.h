@@ -22,8 +22,8 @@ inline void PackPanel(const bf16* from, int64_t stride, int64_t rows, int64_t co
       panel[(k / 2 * kPanel + at + c) * 2 + k % 2] = k < rows ? from[k * stride + c] : 0;
 }
 
-// The first factors of one module's adapters, [n, K, r], and the second, packed, [n, F / 64, r / 2, 64, 2]; or, in
-// training's kernels, [n, r, F].
+// The factors of one module's adapters, packed: [n, A, K / 2, W, 2], A panels of W columns, and [n, F / 64, r / 2, 64,
+// 2]; or, in training's kernels, as they are: [n, K, r] and [n, r, F].
 struct Module {
   const bf16 *a, *b;
   int64_t F;
@@ -44,10 +44,11 @@ void EachModule(int64_t r, int64_t from, int64_t width, With with) {
 template <class Sums>
 void WriteScaled(const Sums& tile, float scale, bf16* to, int64_t stride, int64_t width) {
   float sums[kTileRows * kPanel];
-  tile.Write(sums, kPanel, kPanel);
+  tile.Write(sums, tile.kWidth, tile.kWidth);
   for (int64_t i = 0; i < tile.kCount; ++i)
     for (int64_t c = 0; c < width; c += kLanes)
-      Store(to + i * stride + c, Mul(Load(sums + i * kPanel + c), Fill(scale)), int(std::min<int64_t>(kLanes, width - c)));
+      Store(to + i * stride + c, Mul(Load(sums + i * tile.kWidth + c), Fill(scale)),
+            int(std::min<int64_t>(kLanes, width - c)));
 }
 
 // The rows that one adapter, or none, is for: where they are in the order by adapter.
@@ -55,12 +56,24 @@ struct Group {
   int64_t adapter, from, count;  // adapter < 0: none
 };
 
-// x [M, K], its rows in the order of their adapters, and scale * x @ a of each module; even r.
+// How an adapter's first factors are packed: r columns, r even, in panels of `width`.
+struct Inner {
+  int64_t r, width;
+
+  // Whether [panels, K / 2, width, 2] is so packed.
+  bool Fits(int64_t panels) const {
+    return width > 0 && width <= kPanel && width % kLanes == 0 && r % 2 == 0 && panels == num_panels();
+  }
+  int64_t num_panels() const { return (r + width - 1) / width; }
+  int64_t size(int64_t K) const { return num_panels() * K * width; }
+};
+
+// x [M, K], its rows in the order of their adapters, and scale * x @ a of each module.
 class ByAdapter {
  public:
   ByAdapter(xla::ffi::ThreadPool& pool, const bf16* x, int64_t M, int64_t K, const int32_t* which, const float* scales,
-            int64_t num_adapters, int64_t r, std::vector<Module> modules)
-      : K(K), r(r), modules(std::move(modules)), order(M), x_(x) {
+            int64_t num_adapters, Inner inner, std::vector<Module> modules)
+      : K(K), inner(inner), r(inner.r), modules(std::move(modules)), order(M), pool_(pool), scales_(scales), x_(x) {
     const auto of = [=](int64_t row) { return std::clamp<int64_t>(which[row], -1, num_adapters - 1); };
     int64_t at = 0;
     for (int64_t n = -1; n < num_adapters; ++n) {
@@ -75,18 +88,28 @@ class ByAdapter {
       x_ = own_.data();
     }
     inner_.resize(M * stride());
-    const int64_t panels = (stride() + kPanel - 1) / kPanel;
-    struct Piece {
-      Group rows;
-      int64_t panel;
-    };
-    std::vector<Piece> pieces;
     for (const Group& group : groups)
       for (int64_t from = 0; group.adapter >= 0 && from < group.count; from += kRowsAlone)
-        for (int64_t panel = 0; panel < panels; ++panel)
-          pieces.push_back({{group.adapter, group.from + from, std::min(kRowsAlone, group.count - from)}, panel});
-    ForEach(pool, int64_t(pieces.size()), [&](int64_t i) {
-      FillInner(pieces[i].rows, pieces[i].panel, scales[pieces[i].rows.adapter]);
+        for (int64_t module = 0; module < int64_t(this->modules.size()); ++module)
+          inner_pieces_.push_back(
+              {{group.adapter, group.from + from, std::min(kRowsAlone, group.count - from)}, module});
+  }
+
+  // Calls piece(0) .. piece(count - 1), which may call Multiply. What adapters make of x is found beside them: a piece
+  // doesn't wait for it before it has done its first product with w.
+  template <class Piece>
+  void ForEach(int64_t count, Piece piece) {
+    const int64_t before = int64_t(inner_pieces_.size());
+    locojax::ForEach(pool_, before + count, [&](int64_t i) {
+      if (i >= before) return piece(i - before);
+      const auto& [rows, module] = inner_pieces_[i];
+      switch (inner.width / kLanes) {
+        case 1: FillInner<1>(rows, module); break;
+        case 2: FillInner<2>(rows, module); break;
+        case 3: FillInner<3>(rows, module); break;
+        case 4: FillInner<4>(rows, module); break;
+      }
+      inner_done_.fetch_add(1, std::memory_order_release);
     });
   }
 
@@ -98,12 +121,17 @@ class ByAdapter {
     EachTile(group.count, [&](auto& tile, int64_t i) {
       const int64_t row = group.from + i;
       tile.Multiply(x_ + row * K, K, panel, K / 2);
-      if (group.adapter >= 0) tile.Multiply(&inner_[row * stride() + module * r], stride(), of_b, r / 2);
+      if (group.adapter >= 0) {
+        AwaitInner();
+        tile.Multiply(&inner_[row * stride() + module * r], stride(), of_b, r / 2);
+      }
       write(tile, row);
     });
   }
 
-  const int64_t K, r;
+  const int64_t K;
+  const Inner inner;
+  const int64_t r;
   const std::vector<Module> modules;
   std::vector<int64_t> order;  // the row of x that is i-th
   std::vector<Group> groups;
@@ -111,24 +139,35 @@ class ByAdapter {
  private:
   static constexpr int64_t kRowsAlone = 48;
 
+  struct InnerPiece {
+    Group rows;
+    int64_t module;
+  };
+
   int64_t stride() const { return int64_t(modules.size()) * r; }
 
-  // The inner columns of one panel: those of all modules lie side by side.
-  void FillInner(const Group& group, int64_t panel, float scale) {
-    Scratch<bf16> scratch;
-    bf16* of_a = scratch.At(K * kPanel);  // its columns beyond the width are multiplied and thrown away
-    const int64_t width = std::min<int64_t>(kPanel, stride() - panel * kPanel);
-    EachModule(r, panel * kPanel, width, [&](int64_t module, int64_t column, int64_t some, int64_t at) {
-      PackPanel(modules[module].a + group.adapter * K * r + column, r, K, some, of_a, at);
-    });
-    EachTile(group.count, [&](auto& tile, int64_t i) {
-      tile.Multiply(x_ + (group.from + i) * K, K, of_a, K / 2);
-      WriteScaled(tile, scale, &inner_[(group.from + i) * stride() + panel * kPanel], stride(), width);
-    });
+  // Pieces are begun in their order, so some thread is at work on whatever isn't done.
+  void AwaitInner() const {
+    SpinUntil([this] { return inner_done_.load(std::memory_order_acquire) == int64_t(inner_pieces_.size()); });
   }
 
+  template <int kVectors>
+  void FillInner(const Group& group, int64_t module) {
+    const bf16* of_a = modules[module].a + group.adapter * inner.size(K);
+    for (int64_t from = 0; from < r; from += inner.width, of_a += K * inner.width)
+      EachTile<kVectors>(group.count, [&](auto& tile, int64_t i) {
+        tile.Multiply(x_ + (group.from + i) * K, K, of_a, K / 2);
+        WriteScaled(tile, scales_[group.adapter], &inner_[(group.from + i) * stride() + module * r + from], stride(),
+                    std::min(inner.width, r - from));
+      });
+  }
+
+  xla::ffi::ThreadPool& pool_;
+  const float* scales_;
   const bf16* x_;
   std::vector<bf16> own_, inner_;
+  std::vector<InnerPiece> inner_pieces_;
+  std::atomic<int64_t> inner_done_{0};
 };
 
 }  // namespace locojax

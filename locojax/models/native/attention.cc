@@ -1,7 +1,9 @@
-// Decoding's attention: one query a row and head over the row's keys and values in bf16, summed in fp32.
+// Decoding's attention: a row's new token is stored among its keys and values in bf16, and one query a head attends to
+// them, summed in fp32.
 //
-// A row's tokens are cut into arrays, one after another: keys [B, K, c, h] each, then values likewise. Only tokens that
-// count are read. Softmax as usual: all scores of a row first, then their largest, then the weighted values.
+// A row's tokens are cut into arrays, one after another: keys [B, K, c, h] each, then values likewise, written in place.
+// Only tokens that count are read. Softmax as usual: all scores of a row first, then their largest, then the weighted
+// values.
 #include <vector>
 
 #include "lanes.h"
@@ -13,6 +15,7 @@ namespace locojax {
 namespace {
 
 constexpr int64_t kPieces = 16;
+constexpr int64_t kMostHead = 256;
 
 struct Part {
   const bf16 *keys, *values;  // of one row and head: [c, h]
@@ -128,55 +131,122 @@ void Group(const bf16* q, int64_t queries, const std::vector<Part>& parts, int64
   }
 }
 
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ffi::S32> num_tokens,
-                  ffi::RemainingArgs arrays, ffi::ResultBuffer<ffi::BF16> out) {
-  const auto of_q = q.dimensions();
-  if (of_q.size() != 3 || arrays.size() % 2 || !arrays.size())
-    return ffi::Error::InvalidArgument("attention over rows got no query [B, H, h], or unequal keys and values");
-  const int64_t B = of_q[0], H = of_q[1], h = of_q[2], count = int64_t(arrays.size()) / 2;
-  struct Array {
-    const bf16 *keys, *values;
-    int64_t tokens;
-  };
-  std::vector<Array> rows;
-  int64_t K = 0, capacity = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    auto keys = arrays.get<ffi::Buffer<ffi::BF16>>(i), values = arrays.get<ffi::Buffer<ffi::BF16>>(count + i);
-    if (!keys.has_value() || !values.has_value() || keys->dimensions().size() != 4 || keys->dimensions()[3] != h ||
-        keys->dimensions()[0] != B || keys->element_count() != values->element_count())
-      return ffi::Error::InvalidArgument("attention over rows: keys and values aren't of shape [B, K, tokens, h]");
-    K = keys->dimensions()[1];
-    rows.push_back({static_cast<const bf16*>(keys->untyped_data()), static_cast<const bf16*>(values->untyped_data()),
-                    keys->dimensions()[2]});
-    capacity += keys->dimensions()[2];
+// Each half of a head's h numbers turned by cos and sin, and rounded.
+void Rotate(const bf16* x, const float* cos, const float* sin, int64_t h, bf16* to) {
+  for (int64_t i = 0; i < h / 2; i += kLanes) {
+    const F32 low = Load(x + i), high = Load(x + h / 2 + i);
+    Store(to + i, Sub(Mul(low, Load(cos + i)), Mul(high, Load(sin + i))), kLanes);
+    Store(to + h / 2 + i, Fma(high, Load(cos + h / 2 + i), Mul(low, Load(sin + h / 2 + i))), kLanes);
   }
-  const auto* tokens_of = static_cast<const int32_t*>(num_tokens.untyped_data());
-  const auto* queries = static_cast<const bf16*>(q.untyped_data());
+}
+
+// What a row's next owner inherits must not poison its masked scores.
+void StoreFinite(const bf16* x, int64_t h, bf16* to) {
+  constexpr bf16 kExponent = 0x7f80;
+  for (int64_t i = 0; i < h; ++i) to[i] = (x[i] & kExponent) == kExponent ? 0 : x[i];
+}
+
+struct Array {
+  bf16 *keys, *values;
+  int64_t tokens;
+
+  bf16* Of(bf16* all, int64_t unit, int64_t token, int64_t h) const { return all + (unit * tokens + token) * h; }
+};
+
+// One row's heads that share keys: counted through rows and key heads. Of the row: q, k and v side by side.
+struct Unit {
+  const bf16 *q, *k, *v;
+  const float *cos, *sin;
+  int64_t index, position;
+};
+
+// Stores the new token, finds the arrays' tokens up to it, and returns how many those are.
+int64_t Append(const Unit& own, const std::vector<Array>& arrays, int64_t h, std::vector<Part>* parts) {
+  bf16 rotated[kMostHead];
+  parts->clear();
+  int64_t begin = 0;
+  for (const Array& array : arrays) {
+    const int64_t at = own.position - begin;
+    if (at < 0) break;
+    if (at < array.tokens) {
+      Rotate(own.k, own.cos, own.sin, h, rotated);
+      StoreFinite(rotated, h, array.Of(array.keys, own.index, at, h));
+      StoreFinite(own.v, h, array.Of(array.values, own.index, at, h));
+    }
+    parts->push_back({array.Of(array.keys, own.index, 0, h), array.Of(array.values, own.index, 0, h),
+                      std::min(at + 1, array.tokens)});
+    begin += array.tokens;
+  }
+  return std::min(own.position + 1, begin);
+}
+
+// `queries` [G, h], one after another, which are of one key head.
+void AttendTo(const bf16* queries, int64_t G, int64_t h, const std::vector<Part>& parts, int64_t tokens, float* scores,
+              bf16* out) {
+  switch (h) {
+    case 32: return Group<1>(queries, G, parts, tokens, scores, out);
+    case 64: return Group<2>(queries, G, parts, tokens, scores, out);
+    case 96: return Group<3>(queries, G, parts, tokens, scores, out);
+    case 128: return Group<4>(queries, G, parts, tokens, scores, out);
+    case 256: return Group<8>(queries, G, parts, tokens, scores, out);
+  }
+}
+
+constexpr char kMisfit[] = "attention over rows: expected q, k and v side by side [B, (H + 2 K) h], cos and sin [B, h], "
+                           "positions [B], and keys, then values, [B, K, tokens, h], each its own result too";
+
+// The arrays in `results`, each of which is the argument of its number; empty if they don't fit.
+std::vector<Array> InPlace(ffi::RemainingArgs& arrays, ffi::RemainingRets& results, int64_t B, int64_t h, int64_t* K) {
+  const size_t count = arrays.size() / 2;
+  if (!count || arrays.size() % 2 || results.size() != arrays.size()) return {};
+  std::vector<bf16*> all;
+  std::vector<int64_t> tokens;
+  for (size_t i = 0; i < arrays.size(); ++i) {
+    auto before = arrays.get<Bf16>(i);
+    auto after = results.get<Bf16>(i);
+    if (!before.has_value() || !after.has_value() || before->untyped_data() != (*after)->untyped_data()) return {};
+    const auto shape = before->dimensions();
+    if (shape.size() != 4 || shape[0] != B || shape[3] != h || (i && shape[1] != *K) ||
+        (i >= count && shape[2] != tokens[i - count]))
+      return {};
+    *K = shape[1];
+    tokens.push_back(shape[2]);
+    all.push_back(static_cast<bf16*>((*after)->untyped_data()));
+  }
+  std::vector<Array> rows;
+  for (size_t i = 0; i < count; ++i) rows.push_back({all[i], all[count + i], tokens[i]});
+  return rows;
+}
+
+ffi::Error Attend(ffi::ThreadPool pool, Bf16 qkv, Floats cos, Floats sin, Ints position, ffi::RemainingArgs arrays,
+                  ffi::ResultBuffer<ffi::BF16> out, ffi::RemainingRets results) {
+  const auto of_out = out->dimensions();
+  if (of_out.size() != 3) return ffi::Error::InvalidArgument(kMisfit);
+  const int64_t B = of_out[0], H = of_out[1], h = of_out[2];
+  int64_t K = 0;
+  const auto rows = InPlace(arrays, results, B, h, &K);
+  if (rows.empty() || !K || H % K || h > kMostHead || qkv.element_count() != size_t(B * (H + 2 * K) * h) ||
+      cos.element_count() != size_t(B * h) || sin.element_count() != size_t(B * h) || position.element_count() != size_t(B))
+    return ffi::Error::InvalidArgument(kMisfit);
+  const auto* at = static_cast<const int32_t*>(position.untyped_data());
+  const auto* from = static_cast<const bf16*>(qkv.untyped_data());
+  const auto *cosines = static_cast<const float*>(cos.untyped_data()), *sines = static_cast<const float*>(sin.untyped_data());
   auto* to = static_cast<bf16*>(out->untyped_data());
   const int64_t units = B * K, pieces = std::min(units, kPieces), G = H / K;
   ForEach(pool, pieces, [=, &rows](int64_t piece) {
     std::vector<float> scores;
+    std::vector<bf16> queries(G * h);
     std::vector<Part> parts;
     for (int64_t unit = units * piece / pieces; unit < units * (piece + 1) / pieces; ++unit) {
       const int64_t row = unit / K, head = unit % K;
-      const int64_t tokens = std::min<int64_t>(std::max(tokens_of[row], 1), capacity);
+      const bf16* own = from + row * (H + 2 * K) * h;
+      const Unit one{own + head * G * h, own + (H + head) * h, own + (H + K + head) * h,
+                     cosines + row * h,  sines + row * h,      unit,
+                     std::max(at[row], 0)};
+      const int64_t tokens = Append(one, rows, h, &parts);
       scores.resize(4 * (tokens + 2 * kLanes));
-      parts.clear();
-      int64_t left = tokens;
-      for (const Array& array : rows) {
-        if (left <= 0) break;
-        const bf16 *keys = array.keys + unit * array.tokens * h, *values = array.values + unit * array.tokens * h;
-        parts.push_back({keys, values, std::min(left, array.tokens)});
-        left -= array.tokens;
-      }
-      const int64_t at = (row * H + head * G) * h;
-      switch (h) {
-        case 32: Group<1>(queries + at, G, parts, tokens, scores.data(), to + at); break;
-        case 64: Group<2>(queries + at, G, parts, tokens, scores.data(), to + at); break;
-        case 96: Group<3>(queries + at, G, parts, tokens, scores.data(), to + at); break;
-        case 128: Group<4>(queries + at, G, parts, tokens, scores.data(), to + at); break;
-        case 256: Group<8>(queries + at, G, parts, tokens, scores.data(), to + at); break;
-      }
+      for (int64_t g = 0; g < G; ++g) Rotate(one.q + g * h, one.cos, one.sin, h, &queries[g * h]);
+      AttendTo(queries.data(), G, h, parts, tokens, scores.data(), to + (row * H + head * G) * h);
     }
   });
   return ffi::Error::Success();
@@ -186,5 +256,6 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> q, ffi::Buffer<ff
 }  // namespace locojax
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(locojax_attend_rows, locojax::Attend,
-                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::BF16>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>().RemainingArgs().Ret<ffi::Buffer<ffi::BF16>>());
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<locojax::Bf16>().Arg<locojax::Floats>()
+                                  .Arg<locojax::Floats>().Arg<locojax::Ints>().RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::BF16>>().RemainingRets());

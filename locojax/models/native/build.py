@@ -37,7 +37,7 @@ KERNELS = (
     "locojax_matmul_bf16", "locojax_matmul_f32", "locojax_attend_rows", "locojax_head_masses", "locojax_head_values",
     "locojax_head_block", "locojax_adapted", "locojax_loss_forward", "locojax_loss_backward", "locojax_loss_slope",
     "locojax_attention_forward", "locojax_attention_backward", "locojax_adapted_rows", "locojax_adapted_rows_backward",
-    "locojax_gated", "locojax_gated_backward",
+    "locojax_gated", "locojax_gated_backward", "locojax_rms_norm",
 )  # fmt: skip
 COMPILE_SECONDS = 300.0
 

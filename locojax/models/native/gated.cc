@@ -7,22 +7,12 @@ namespace ffi = xla::ffi;
 namespace locojax {
 namespace {
 
-constexpr int64_t kPieces = 8;
-constexpr int64_t kAlone = 1 << 14;  // numbers that cost less than waking another thread
 constexpr char kMisfit[] = "a gated activation's shapes don't fit: expected [M, 2 F] and [M, F], F a multiple of 16";
 
 // 1 / (1 + exp(-x)). What isn't a number need not stay one: it is multiplied by x in all that follows.
 inline F32 Sigmoid(F32 x) {
   const F32 small = Exp(Sub(Zero(), Max(x, Sub(Zero(), x)))), part = Div(Fill(1.0f), Add(Fill(1.0f), small));
   return Select(Zero(), x, Mul(small, part), part);
-}
-
-template <class Work>
-void EachRow(ffi::ThreadPool& pool, int64_t M, int64_t F, Work work) {
-  const int64_t pieces = M * F < kAlone ? 1 : std::min(M, kPieces);
-  ForEach(pool, pieces, [=](int64_t piece) {
-    for (int64_t i = M * piece / pieces; i < M * (piece + 1) / pieces; ++i) work(i);
-  });
 }
 
 ffi::Error Gated(ffi::ThreadPool pool, Bf16 both, ffi::ResultBuffer<ffi::BF16> out) {

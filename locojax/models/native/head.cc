@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kPieces = 16;
 constexpr char kMisfit[] = "a packed head's shapes don't fit its inputs: expected hidden [B, D], head [V / 64, D / 2, 64, "
-                           "2], adapters [n, D, r] and [n, V / 64, r / 2, 64, 2]";
+                           "2], adapters [n, A, D / 2, W, 2] and [n, V / 64, r / 2, 64, 2], A W just above r";
 
 // Of one row's block: its largest logit, and the sums of exp(logit - largest) and exp(scale (logit - largest)).
 void Masses(const float* logits, int64_t S, float scale, float* largest, float* mass, float* own) {
@@ -39,19 +39,21 @@ void Masses(const float* logits, int64_t S, float scale, float* largest, float* 
 
 int64_t Columns(Bf16& b) { return b.dimensions()[1] * kPanel; }
 
+Inner InnerOf(Bf16& a, Bf16& b) { return {b.dimensions()[2] * 2, a.dimensions()[3]}; }
+
 ByAdapter RowsOf(ffi::ThreadPool& pool, Bf16& hidden, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
   const Module module{static_cast<const bf16*>(a.untyped_data()), static_cast<const bf16*>(b.untyped_data()),
                       Columns(b)};
   return ByAdapter(pool, static_cast<const bf16*>(hidden.untyped_data()), hidden.dimensions()[0],
                    hidden.dimensions()[1], static_cast<const int32_t*>(which.untyped_data()),
-                   static_cast<const float*>(scales.untyped_data()), a.dimensions()[0], a.dimensions()[2], {module});
+                   static_cast<const float*>(scales.untyped_data()), a.dimensions()[0], InnerOf(a, b), {module});
 }
 
 bool Fit(Bf16& hidden, Bf16& head, Ints& which, Floats& scales, Bf16& a, Bf16& b) {
   const auto x = hidden.dimensions(), w = head.dimensions(), of_a = a.dimensions(), of_b = b.dimensions();
   return x.size() == 2 && w.size() == 4 && w[1] * 2 == x[1] && w[2] == kPanel && which.element_count() == size_t(x[0]) &&
-         of_a.size() == 3 && of_b.size() == 5 && of_a[0] == of_b[0] && of_a[2] == of_b[2] * 2 && of_a[1] == x[1] &&
-         of_b[3] == kPanel && scales.element_count() == size_t(of_a[0]) && of_b[1] == w[0];
+         of_a.size() == 5 && of_b.size() == 5 && of_a[0] == of_b[0] && of_a[2] * 2 == x[1] &&
+         InnerOf(a, b).Fits(of_a[1]) && of_b[3] == kPanel && scales.element_count() == size_t(of_a[0]) && of_b[1] == w[0];
 }
 
 ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, Floats scales, Bf16 a, Bf16 b,
@@ -59,13 +61,13 @@ ffi::Error HeadMasses(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, 
   const int64_t B = hidden.dimensions()[0], N = largest->dimensions()[1], V = head.dimensions()[0] * kPanel, S = V / N;
   if (!Fit(hidden, head, which, scales, a, b) || S % kPanel || S * N != V)
     return ffi::Error::InvalidArgument(kMisfit);
-  const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
+  ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
   const auto* panels = static_cast<const bf16*>(head.untyped_data());
   const auto* scale = static_cast<const float*>(temper.untyped_data());
   auto *to_largest = static_cast<float*>(largest->untyped_data()), *to_mass = static_cast<float*>(mass->untyped_data()),
        *to_own = static_cast<float*>(own->untyped_data());
   const int64_t pieces = std::min(N, kPieces);
-  ForEach(pool, pieces, [&](int64_t piece) {
+  rows.ForEach(pieces, [&](int64_t piece) {
     std::vector<float> logits(B * S);
     for (int64_t n = N * piece / pieces; n < N * (piece + 1) / pieces; ++n) {
       for (int64_t c = 0; c < S; c += kPanel)
@@ -87,11 +89,11 @@ ffi::Error HeadBlock(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, F
   const int64_t B = hidden.dimensions()[0], S = out->dimensions()[1], V = head.dimensions()[0] * kPanel;
   if (!Fit(hidden, head, which, scales, a, b) || S % kPanel || V % S)
     return ffi::Error::InvalidArgument(kMisfit);
-  const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
+  ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
   const auto* panels = static_cast<const bf16*>(head.untyped_data());
   const auto* blocks = static_cast<const int32_t*>(block.untyped_data());
   auto* to = static_cast<float*>(out->untyped_data());
-  ForEach(pool, std::min(B, kPieces), [&](int64_t piece) {
+  rows.ForEach(std::min(B, kPieces), [&](int64_t piece) {
     const int64_t pieces = std::min(B, kPieces);
     for (const Group& group : rows.groups)
       for (int64_t i = group.from; i < group.from + group.count; ++i) {
@@ -109,12 +111,12 @@ ffi::Error HeadBlock(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, F
 ffi::Error HeadValues(ffi::ThreadPool pool, Bf16 hidden, Bf16 head, Ints which, Floats scales, Bf16 a, Bf16 b,
                       FloatsOut out) {
   if (!Fit(hidden, head, which, scales, a, b)) return ffi::Error::InvalidArgument(kMisfit);
-  const ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
+  ByAdapter rows = RowsOf(pool, hidden, which, scales, a, b);
   const int64_t B = hidden.dimensions()[0], V = Columns(b), panels = V / kPanel;
   const auto* packed = static_cast<const bf16*>(head.untyped_data());
   auto* to = static_cast<float*>(out->untyped_data());
   const int64_t pieces = std::min(panels, kPieces);
-  ForEach(pool, pieces, [&](int64_t piece) {
+  rows.ForEach(pieces, [&](int64_t piece) {
     std::vector<float> logits(B * kPanel);
     for (int64_t p = panels * piece / pieces; p < panels * (piece + 1) / pieces; ++p) {
       for (const Group& group : rows.groups)

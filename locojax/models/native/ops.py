@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 PANEL = 64
@@ -29,7 +30,7 @@ class Packed:
     """A bf16 matrix [..., K, N] as the kernels read it; the columns beyond N are zero.
 
     Attributes:
-      panels: bf16[..., P, K / 2, PANEL, 2].
+      panels: bf16[..., P, K / 2, W, 2], W columns a panel: PANEL, or fewer where N is less (see `narrow`).
       num_columns: N.
     """
 
@@ -43,6 +44,11 @@ class Packed:
         return (*stacked, 2 * pairs, self.num_columns)
 
     @property
+    def width(self) -> int:
+        """Columns of a panel."""
+        return int(self.panels.shape[-2])
+
+    @property
     def dtype(self) -> Any:
         return self.panels.dtype
 
@@ -52,11 +58,16 @@ def packs(shape: Sequence[int]) -> bool:
     return len(shape) > 1 and shape[-2] % 2 == 0
 
 
-def pack(w: Array) -> Packed:
-    """w [..., K, N] -> packed bf16."""
+def narrow(N: int) -> int:
+    """Columns of a panel for a matrix of few columns: no more lanes than those take."""
+    return min(PANEL, N + -N % LANES)
+
+
+def pack(w: Array, panel: int = PANEL) -> Packed:
+    """w [..., K, N] -> packed bf16, `panel` columns together."""
     *stacked, K, N = w.shape
-    pad = [(0, 0)] * (len(stacked) + 1) + [(0, -N % PANEL)]
-    panels = jnp.pad(w.astype(jnp.bfloat16), pad).reshape(*stacked, K // 2, 2, -1, PANEL)
+    pad = [(0, 0)] * (len(stacked) + 1) + [(0, -N % panel)]
+    panels = jnp.pad(w.astype(jnp.bfloat16), pad).reshape(*stacked, K // 2, 2, -(-N // panel), panel)
     k, pair, p, n = (len(stacked) + i for i in range(4))
     return Packed(panels.transpose(*range(len(stacked)), p, k, n, pair), N)
 
@@ -85,8 +96,8 @@ def adapted(
 ) -> Array:
     """x bf16[M, K] @ w [K, N] + scale * (x @ a) @ b, each row by its own adapter, summed in fp32 and rounded once.
 
-    which i32[M]: each row's adapter, -1 for none; scale f32[n]. factors: of each module whose columns w has, in order:
-    a bf16[L, n, K, r] and the panels of b [L, n, r, F], r the same; layer i32[], which of L.
+    which i32[M]: each row's adapter, -1 for none; scale f32[n]. factors: of each module whose columns w has, in order,
+    the panels of a [L, n, K, r], `narrow` ones, and of b [L, n, r, F], r the same; layer i32[], which of L.
     """
     out = jax.ShapeDtypeStruct((x.shape[0], w.num_columns), jnp.bfloat16)
     flat = [factor for pair in factors for factor in pair]
@@ -126,6 +137,18 @@ def adapted_rows_backward(
     return d_x, list(zip(ds[::2], ds[1::2], strict=True))
 
 
+def norms(width: int) -> bool:
+    """Whether `rms_norm` takes rows of that width."""
+    return width % LANES == 0
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """RMSNorm of bf16[..., D] with a weight bf16[D], statistics in fp32, rounded once."""
+    flat = x.reshape(-1, x.shape[-1])
+    call = jax.ffi.ffi_call("locojax_rms_norm", jax.ShapeDtypeStruct(flat.shape, x.dtype))
+    return call(flat, weight, eps=np.float32(eps)).reshape(x.shape)
+
+
 def gates(width: int) -> bool:
     """Whether `gated` takes activations of that width."""
     return width % LANES == 0
@@ -147,10 +170,30 @@ def attends(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
     return head_dim in HEAD_SIZES and num_heads % num_kv_heads == 0
 
 
-def attend_rows(q: Array, keys: Sequence[Array], values: Sequence[Array], num_tokens: Array) -> Array:
-    """`models.attention.decode_rows` in bf16: q [B, H, h] -> [B, H, h]."""
-    call = jax.ffi.ffi_call("locojax_attend_rows", jax.ShapeDtypeStruct(q.shape, q.dtype))
-    return call(q, num_tokens, *keys, *values)
+Rows = tuple[Array, ...]
+"""One layer's keys, or its values, of B rows: bf16[B, K, c, h], the tokens of one after those of another."""
+
+
+def attend_rows(
+    q: Array, k: Array, v: Array, rope: tuple[Array, Array], position: Array, keys: Rows, values: Rows
+) -> tuple[Array, tuple[Rows, Rows]]:
+    """Decoding's attention in bf16, q [B, H, h] -> [B, H, h]; and keys and values with the new token's.
+
+    q and k [B, K, h] are rotated by cos and sin, f32[B, 1, h], as `models.decoder.apply_rope` does; k and v are stored
+    as each row's token number `position` i32[B], with 0 for what isn't finite; and each q attends to its row's tokens
+    up to there. A position beyond the row is stored nowhere, and its q attends to all. In a program that doesn't read
+    keys and values afterwards they aren't copied.
+    """
+    stored, B = (*keys, *values), q.shape[0]
+    joined = jnp.concatenate([each.reshape(B, -1) for each in (q, k, v)], axis=1)  # as they come out of one product
+    outs = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, *stored)]
+    before = 4
+    call = jax.ffi.ffi_call(
+        "locojax_attend_rows", outs, input_output_aliases={before + i: 1 + i for i in range(len(stored))}
+    )
+    cos, sin = (each.reshape(B, -1) for each in rope)
+    out, *new = call(joined, cos, sin, position, *stored)
+    return out, (tuple(new[: len(keys)]), tuple(new[len(keys) :]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +201,12 @@ class PackedHead:
     """A packed unembedding [D, V] with low-rank adapters, as inputs of the head's kernels.
 
     Attributes:
-      weight: [D, V], V whole panels. a: bf16[n, D, r]. b: [n, r, V]. scale: f32[n].
+      weight: [D, V], V whole panels. a: [n, D, r], in `narrow` panels. b: [n, r, V]. scale: f32[n].
       which: i32[B]: each row's adapter, -1 for none.
     """
 
     weight: Packed
-    a: Array
+    a: Packed
     b: Packed
     scale: Array
     which: Array
@@ -186,7 +229,7 @@ class PackedHead:
         return jax.ffi.ffi_call("locojax_head_values", out)(*self._inputs(hidden))
 
     def _inputs(self, hidden: Array) -> tuple[Array, ...]:
-        return hidden, self.weight.panels, self.which, self.scale, self.a, self.b.panels
+        return hidden, self.weight.panels, self.which, self.scale, self.a.panels, self.b.panels
 
 
 @jax.tree_util.register_dataclass

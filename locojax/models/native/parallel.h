@@ -18,7 +18,15 @@ using Ints = xla::ffi::Buffer<xla::ffi::S32>;
 using Floats = xla::ffi::Buffer<xla::ffi::F32>;
 using FloatsOut = xla::ffi::ResultBuffer<xla::ffi::F32>;
 
-// Calls piece(0) .. piece(count - 1) and returns when all have returned. The caller takes whatever no other thread has
+// Returns when done() holds, which another thread is about to make true.
+template <class Done>
+void SpinUntil(Done done) {
+  for (int spins = 0; !done(); ++spins) {
+    if (spins > 10000) std::this_thread::yield();
+  }
+}
+
+// Calls piece(0) .. piece(count - 1), begun in that order, and returns when all have returned. The caller takes whatever no other thread has
 // taken: it never waits for a thread that is busy elsewhere, so kernels that run at once can't block one another.
 inline void ForEach(xla::ffi::ThreadPool& pool, int64_t count, std::function<void(int64_t)> piece) {
   struct Work {
@@ -43,9 +51,17 @@ inline void ForEach(xla::ffi::ThreadPool& pool, int64_t count, std::function<voi
   work->piece = std::move(piece);
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Take(); });
   work->Take();
-  for (int spins = 0; work->done.load(std::memory_order_acquire) < count; ++spins) {
-    if (spins > 10000) std::this_thread::yield();
-  }
+  SpinUntil([&] { return work->done.load(std::memory_order_acquire) == count; });
+}
+
+// Calls work(row) for M rows of F numbers each, which are cheap: few of them cost less than waking another thread.
+template <class Work>
+void EachRow(xla::ffi::ThreadPool& pool, int64_t M, int64_t F, Work work) {
+  constexpr int64_t kAlone = 1 << 14, kMostPieces = 8;
+  const int64_t pieces = M * F < kAlone ? 1 : std::min(M, kMostPieces);
+  ForEach(pool, pieces, [=](int64_t piece) {
+    for (int64_t i = M * piece / pieces; i < M * (piece + 1) / pieces; ++i) work(i);
+  });
 }
 
 }  // namespace locojax

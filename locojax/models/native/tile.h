@@ -28,10 +28,10 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// The sums of kRows rows over a panel's columns, in registers.
-template <int kRows>
+// The sums of kRows rows over a panel's columns, in registers. A panel may be narrower than most: kVectors of lanes.
+template <int kRows, int kVectors = locojax::kVectors>
 struct Tile {
-  static constexpr int kCount = kRows;
+  static constexpr int kCount = kRows, kWidth = kVectors * kLanes;
   F32 sums[kRows][kVectors];
 
   Tile() {
@@ -41,9 +41,9 @@ struct Tile {
       for (int v = 0; v < kVectors; ++v) sums[r][v] = Zero();
   }
 
-  // Adds x [kRows, 2 pairs] @ w, a panel [pairs, kPanel, 2]. Rows of x are `stride` numbers apart.
+  // Adds x [kRows, 2 pairs] @ w, a panel [pairs, kWidth, 2]. Rows of x are `stride` numbers apart.
   void Multiply(const bf16* x, int64_t stride, const bf16* w, int64_t pairs) {
-    for (int64_t k = 0; k < pairs; ++k, w += 2 * kPanel) {
+    for (int64_t k = 0; k < pairs; ++k, w += 2 * kWidth) {
       Pairs of_w[kVectors];
 #pragma GCC unroll 8
       for (int v = 0; v < kVectors; ++v) of_w[v] = LoadPairs(w + v * 2 * kLanes);
@@ -91,20 +91,20 @@ struct Tile {
 };
 
 // Calls work(tile, first row) for all of `rows`, in tiles. A row's result doesn't depend on the tile that it is in.
-template <class Work>
+template <int kVectors = locojax::kVectors, class Work>
 void EachTile(int64_t rows, Work work) {
   int64_t row = 0;
   for (; row + kTileRows <= rows; row += kTileRows) {
-    Tile<kTileRows> tile;
+    Tile<kTileRows, kVectors> tile;
     work(tile, row);
   }
   const auto rest = [&](auto tile) { work(tile, row); };
   switch (rows - row) {
-    case 1: return rest(Tile<1>());
-    case 2: return rest(Tile<2>());
-    case 3: return rest(Tile<3>());
-    case 4: return rest(Tile<4>());
-    case 5: return rest(Tile<5>());
+    case 1: return rest(Tile<1, kVectors>());
+    case 2: return rest(Tile<2, kVectors>());
+    case 3: return rest(Tile<3, kVectors>());
+    case 4: return rest(Tile<4, kVectors>());
+    case 5: return rest(Tile<5, kVectors>());
   }
 }
 
