@@ -116,17 +116,13 @@ class ByAdapter {
   // Rows of a group times one panel of w, and what its adapter adds to these columns of a module: write(tile, row).
   template <class Write>
   void Multiply(const Group& group, const bf16* panel, int64_t module, int64_t column, Write write) const {
-    const auto& [a, b, F] = modules[module];
-    const bf16* of_b = b + group.adapter * r * F + column * r;  // read only where there is an adapter
-    EachTile(group.count, [&](auto& tile, int64_t i) {
-      const int64_t row = group.from + i;
-      tile.Multiply(x_ + row * K, K, panel, K / 2);
-      if (group.adapter >= 0) {
-        AwaitInner();
-        tile.Multiply(&inner_[row * stride() + module * r], stride(), of_b, r / 2);
-      }
-      write(tile, row);
-    });
+    // A wait between a tile's two products would cost all tiles their registers: many rows wait before the first.
+    if (group.adapter >= 0 && group.count <= kTileRows && !InnerIsDone()) {
+      MultiplyOnce<true>(group, panel, module, column, write);
+    } else {
+      if (group.adapter >= 0) AwaitInner();
+      MultiplyOnce<false>(group, panel, module, column, write);
+    }
   }
 
   const int64_t K;
@@ -146,9 +142,24 @@ class ByAdapter {
 
   int64_t stride() const { return int64_t(modules.size()) * r; }
 
+  template <bool kWaits, class Write>
+  void MultiplyOnce(const Group& group, const bf16* panel, int64_t module, int64_t column, Write write) const {
+    const auto& [a, b, F] = modules[module];
+    const bf16* of_b = b + group.adapter * r * F + column * r;  // read only where there is an adapter
+    EachTile(group.count, [&](auto& tile, int64_t i) {
+      const int64_t row = group.from + i;
+      tile.Multiply(x_ + row * K, K, panel, K / 2);
+      if (kWaits) AwaitInner();
+      if (group.adapter >= 0) tile.Multiply(&inner_[row * stride() + module * r], stride(), of_b, r / 2);
+      write(tile, row);
+    });
+  }
+
+  bool InnerIsDone() const { return inner_done_.load(std::memory_order_acquire) == int64_t(inner_pieces_.size()); }
+
   // Pieces are begun in their order, so some thread is at work on whatever isn't done.
   void AwaitInner() const {
-    SpinUntil([this] { return inner_done_.load(std::memory_order_acquire) == int64_t(inner_pieces_.size()); });
+    SpinUntil([this] { return InnerIsDone(); });
   }
 
   template <int kVectors>

@@ -42,7 +42,8 @@ struct Tile {
   }
 
   // Adds x [kRows, 2 pairs] @ w, a panel [pairs, kWidth, 2]. Rows of x are `stride` numbers apart.
-  void Multiply(const bf16* x, int64_t stride, const bf16* w, int64_t pairs) {
+  // Always inlined, or the sums would go through memory between one product and the next.
+  __attribute__((always_inline)) void Multiply(const bf16* x, int64_t stride, const bf16* w, int64_t pairs) {
     for (int64_t k = 0; k < pairs; ++k, w += 2 * kWidth) {
       Pairs of_w[kVectors];
 #pragma GCC unroll 8
