@@ -9,9 +9,10 @@ an adapter of rank 32, it then times each line once cold and `--repeats` times m
   staggered    16 requests of 4 x 32 tokens that arrive over 2 s: nothing may be compiled
   pass         forward_backward of 16 x 256 tokens, cross_entropy
   pass_ragged  the same over 16 sequences of 60 to 256 tokens, 2400 in all
-  pass_no_head `pass` by an adapter that leaves the unembedding alone, for models whose vocabulary is most of the work:
-               the peer ignores train_unembed, and its report doesn't tell what its adapters then adapt
   first_token  save_weights_and_get_sampling_client, and one token from the sampler
+  ..._no_head  `pass`, `pass_ragged` and `first_token` of an adapter that leaves the unembedding alone, for models whose
+               vocabulary is most of the work: the peer ignores train_unembed, and its report doesn't tell what its
+               adapters then adapt
   ready        from the command to a server that answers, caches warm
 
 Figures are of the server's CPU seconds (all its processes, from /proc), which are fair where other work shares the
@@ -39,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -85,7 +86,6 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
         "stream": Peer(SAMPLE, cpu=14.5),
         "pass": Peer(PASS, cpu=101.0, wall=190.0),
         "pass_ragged": Peer(PASS, cpu=76.0, wall=92.0),
-        "pass_no_head": Peer(PASS, cpu=101.0, wall=190.0),
         "first_token": Peer(SAVE, cpu=2.09, wall=1.6, is_rate=False),
         "ready": Peer(95 / READY_SECONDS, wall=95.0, is_rate=False),
     },
@@ -95,12 +95,13 @@ PEERS: Mapping[str, Mapping[str, Peer]] = {
         "stream": Peer(SAMPLE, cpu=366.0),
         "pass": Peer(PASS, cpu=1640.0),
         "pass_ragged": Peer(PASS, cpu=1009.0),
-        "pass_no_head": Peer(PASS, cpu=1640.0),
         "first_token": Peer(SAVE, cpu=0.19, is_rate=False),
         "ready": Peer(39 / READY_SECONDS, wall=39.0, is_rate=False),
     },
 }
-LINES = ("sample", "ragged", "stream", "staggered", "pass", "pass_ragged", "pass_no_head", "first_token", "ready")
+NO_HEAD = "_no_head"
+LINES = ("sample", "ragged", "stream", "staggered", "pass", "pass_ragged", "first_token", "pass_no_head",
+         "pass_ragged_no_head", "first_token_no_head", "ready")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +246,7 @@ class Bench:
             time.sleep(2 / 16)
         return self.count(futures)
 
-    def forward_backward(self, lengths: list[int], trainer: Any = None) -> int:
+    def forward_backward(self, lengths: list[int], trainer: Any) -> int:
         data = []
         for length in lengths:
             tokens = self.tokens(length + 1)
@@ -254,28 +255,31 @@ class Bench:
                 "weights": types.TensorData(data=[1.0] * length, dtype="float32", shape=[length]),
             }
             data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs))
-        (trainer or self.trainer).forward_backward(data, "cross_entropy").result()
+        trainer.forward_backward(data, "cross_entropy").result()
         return sum(lengths)
 
-    def pass_(self) -> int:
-        return self.forward_backward([256] * 16)
+    def pass_(self, trainer: Any) -> int:
+        return self.forward_backward([256] * 16, trainer)
 
-    def pass_no_head(self) -> int:
-        return self.forward_backward([256] * 16, self._no_head)
-
-    def pass_ragged(self) -> int:
+    def pass_ragged(self, trainer: Any) -> int:
         lengths = np.random.default_rng(0).integers(60, 257, 16)
         lengths = np.maximum(1, (lengths * 2400 / lengths.sum()).astype(int)).clip(max=256)
-        return self.forward_backward(lengths.tolist())
+        return self.forward_backward(lengths.tolist(), trainer)
 
-    def first_token(self) -> int:
-        self.sampler = self.trainer.save_weights_and_get_sampling_client().result()
+    def first_token(self, trainer: Any) -> int:
+        self.sampler = trainer.save_weights_and_get_sampling_client().result()
         return self.count([self.ask(1, 1, num_prompt=8)])
 
+    def work(self, line: str) -> int:
+        base = line.removesuffix(NO_HEAD)
+        trains = {"pass": self.pass_, "pass_ragged": self.pass_ragged, "first_token": self.first_token}
+        if base in trains:
+            return trains[base](self._no_head if line.endswith(NO_HEAD) else self.trainer)
+        return int(getattr(self, line)())
+
     def run(self, line: str) -> Timing:
-        work: Callable[[], int] = self.pass_ if line == "pass" else getattr(self, line)
         compiled, cpu, wall = self.server.num_compilations(), self.server.cpu_seconds(), time.perf_counter()
-        tokens = work()
+        tokens = self.work(line)
         wall, cpu = time.perf_counter() - wall, self.server.cpu_seconds() - cpu
         return Timing(tokens, wall, cpu, self.server.num_compilations() - compiled)
 
@@ -314,7 +318,7 @@ def report(model: str, timings: Mapping[str, Timing], gemm: Gemm) -> dict[str, A
         rates = timing.tokens / timing.wall, timing.tokens / max(timing.cpu, 0.01)
         text = f"{name:12} {timing.wall:8.2f} {timing.cpu:8.2f} {rates[0]:8.0f} {rates[1]:10.0f}  "
         lines[name] = line = dataclasses.asdict(timing)
-        if peer := PEERS[model].get(name):
+        if peer := PEERS[model].get(name.removesuffix(NO_HEAD)):
             found = ratios(peer, timing, gemm)
             line["ratio"] = found.get("cpu", found.get("wall"))
             text += ", ".join(f"{ratio:.2f} x the peer by {per}" for per, ratio in found.items())

@@ -96,7 +96,7 @@ class ByAdapter {
   }
 
   // Calls piece(0) .. piece(count - 1), which may call Multiply. What adapters make of x is found beside them: a piece
-  // doesn't wait for it before it has done its first product with w.
+  // doesn't wait for it before it has done its first product with w. To be called once.
   template <class Piece>
   void ForEach(int64_t count, Piece piece) {
     const int64_t before = int64_t(inner_pieces_.size());
