@@ -92,6 +92,17 @@ void Transpose(const bf16* from, int64_t stride, int64_t rows, int64_t columns, 
   for (int64_t c = 0; rows % 2 && c < columns; ++c) to[c * even + rows] = 0;
 }
 
+// Of columns from.. of activations that lie side by side, r of each module, calls with(module, first of its columns, how
+// many, where after `from`).
+template <class With>
+void EachModule(int64_t r, int64_t from, int64_t width, With with) {
+  for (int64_t at = 0; at < width;) {
+    const int64_t column = from + at, some = std::min(r - column % r, width - at);
+    with(column / r, column % r, some, at);
+    at += some;
+  }
+}
+
 ffi::Error AdaptedRows(ffi::ThreadPool pool, Bf16 x, Bf16 w, Floats scale, Ints lengths, ffi::RemainingArgs factors,
                        ffi::ResultBuffer<ffi::BF16> out, ffi::ResultBuffer<ffi::BF16> inner) {
   const auto of_x = x.dimensions(), of_w = w.dimensions();

@@ -29,17 +29,6 @@ struct Module {
   int64_t F;
 };
 
-// Of columns from.. of activations that lie side by side, r of each module, calls with(module, first of its columns, how
-// many, where after `from`).
-template <class With>
-void EachModule(int64_t r, int64_t from, int64_t width, With with) {
-  for (int64_t at = 0; at < width;) {
-    const int64_t column = from + at, some = std::min(r - column % r, width - at);
-    with(column / r, column % r, some, at);
-    at += some;
-  }
-}
-
 // scale * a tile's sums, of its first `width` columns, to bf16 rows `stride` apart.
 template <class Sums>
 void WriteScaled(const Sums& tile, float scale, bf16* to, int64_t stride, int64_t width) {
@@ -73,7 +62,7 @@ class ByAdapter {
  public:
   ByAdapter(xla::ffi::ThreadPool& pool, const bf16* x, int64_t M, int64_t K, const int32_t* which, const float* scales,
             int64_t num_adapters, Inner inner, std::vector<Module> modules)
-      : K(K), inner(inner), r(inner.r), modules(std::move(modules)), order(M), pool_(pool), scales_(scales), x_(x) {
+      : K(K), inner(inner), modules(std::move(modules)), order(M), pool_(pool), scales_(scales), x_(x) {
     const auto of = [=](int64_t row) { return std::clamp<int64_t>(which[row], -1, num_adapters - 1); };
     int64_t at = 0;
     for (int64_t n = -1; n < num_adapters; ++n) {
@@ -127,7 +116,6 @@ class ByAdapter {
 
   const int64_t K;
   const Inner inner;
-  const int64_t r;
   const std::vector<Module> modules;
   std::vector<int64_t> order;  // the row of x that is i-th
   std::vector<Group> groups;
@@ -140,11 +128,12 @@ class ByAdapter {
     int64_t module;
   };
 
-  int64_t stride() const { return int64_t(modules.size()) * r; }
+  int64_t stride() const { return int64_t(modules.size()) * inner.r; }
 
   template <bool kWaits, class Write>
   void MultiplyOnce(const Group& group, const bf16* panel, int64_t module, int64_t column, Write write) const {
     const auto& [a, b, F] = modules[module];
+    const int64_t r = inner.r;
     const bf16* of_b = b + group.adapter * r * F + column * r;  // read only where there is an adapter
     EachTile(group.count, [&](auto& tile, int64_t i) {
       const int64_t row = group.from + i;
@@ -165,11 +154,11 @@ class ByAdapter {
   template <int kVectors>
   void FillInner(const Group& group, int64_t module) {
     const bf16* of_a = modules[module].a + group.adapter * inner.size(K);
-    for (int64_t from = 0; from < r; from += inner.width, of_a += K * inner.width)
+    for (int64_t from = 0; from < inner.r; from += inner.width, of_a += K * inner.width)
       EachTile<kVectors>(group.count, [&](auto& tile, int64_t i) {
         tile.Multiply(x_ + (group.from + i) * K, K, of_a, K / 2);
-        WriteScaled(tile, scales_[group.adapter], &inner_[(group.from + i) * stride() + module * r + from], stride(),
-                    std::min(inner.width, r - from));
+        WriteScaled(tile, scales_[group.adapter], &inner_[(group.from + i) * stride() + module * inner.r + from], stride(),
+                    std::min(inner.width, inner.r - from));
       });
   }
 
