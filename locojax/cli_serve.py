@@ -34,6 +34,7 @@ from rich.console import Console
 from rich.text import Text
 
 from locojax.errors import ConfigError, LocoError
+from locojax.hosts import folder_lock
 from locojax.hosts.interrupt import RESTART
 from locojax.hosts.place import with_huge_pages
 from locojax.hosts.serving import AUTHKEY_VARIABLE
@@ -168,6 +169,14 @@ def serve(options: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
+
+        def show(line: str) -> None:
+            console.print(Text(line, style="bold"), soft_wrap=True)
+
+        # The children inherit the lock: should this process be killed, the next server waits for them to end.
+        lock = stack.enter_context(
+            folder_lock.hold(data_dir, "server", remedy="Stop it, or pass another --data-dir", say=show)
+        )
         # The engine's socket: a path of its own, short enough for AF_UNIX, in a folder that only this user enters.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="locojax-"))
         address = str(pathlib.Path(folder) / "engine.sock")
@@ -181,16 +190,16 @@ def serve(options: argparse.Namespace) -> int:
         children = [
             Child(
                 "engine process", (*python, "engine", settings.to_json(), address),
-                environment | with_huge_pages(os.environ),
-            ),
+                environment | with_huge_pages(os.environ), (lock,),
+            ),  # fmt: skip
             Child(
-                "API process", (*python, "api", json.dumps(dataclasses.asdict(api))), environment, (listener.fileno(),),
-                stop_seconds=API_STOP_SECONDS,
+                "API process", (*python, "api", json.dumps(dataclasses.asdict(api))), environment,
+                (listener.fileno(), lock), stop_seconds=API_STOP_SECONDS,
             ),  # fmt: skip
         ]
         for line in _greeting(model, names, url, data_dir, keys):
             console.print(Text(line), soft_wrap=True)
-        supervisor = Supervisor(children, say=lambda line: console.print(Text(line, style="bold"), soft_wrap=True))
+        supervisor = Supervisor(children, say=show)
         code = supervisor.run()
     return RESTART if code == 0 and supervisor.stopped_by == signal.SIGTERM else code
 

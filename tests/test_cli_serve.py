@@ -14,6 +14,7 @@ import pytest
 from tiny import write_tiny_model
 
 from locojax import cli, cli_serve
+from locojax.hosts import folder_lock
 from locojax.hosts.place import with_huge_pages
 from locojax.hosts.serving_settings import ServeSettings
 from locojax.server.auth import KEYS_VARIABLE
@@ -48,12 +49,23 @@ def test_two_processes_are_started(model, tmp_path, started, capsys):
     given = json.loads(api.command[-1])
     assert given["model_names"] == [str(model), "org/other"] and given["tokenizer_id"] is None
     assert given["imports"] == [["mine", str(adapter)]]
-    assert given["address"] == engine.command[-1] and api.pass_fds == (given["socket"],)
+    assert given["address"] == engine.command[-1]
+    (lock,) = engine.pass_fds
+    assert api.pass_fds == (given["socket"], lock)
     (secret,) = api.environment.values()
     assert len(bytes.fromhex(secret)) == 32
     assert engine.environment == api.environment | with_huge_pages(os.environ)  # only the engine computes
     shown = capsys.readouterr().err
     assert f"export TINKER_BASE_URL={given['url']}\n" in shown and "export TINKER_API_KEY=tml-local\n" in shown
+
+
+def test_two_servers_dont_share_a_data_folder(model, tmp_path, started, capsys):
+    arguments = ["serve", str(model), "--port", "0", "--data-dir", str(tmp_path)]
+    with folder_lock.hold(tmp_path, "server", remedy="", say=print):
+        assert cli.main(arguments) == 2 and not started
+    refused = f"The folder {tmp_path} is in use by another server. Got: process {os.getpid()}. Expected: one at a time."
+    assert f"{refused} Stop it, or pass another --data-dir." in capsys.readouterr().err.replace("\n", "")
+    assert cli.main(arguments) == 0
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 0), (None, 0)])

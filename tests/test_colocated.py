@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 
 import jax
@@ -11,9 +12,9 @@ import pytest
 from real_runs import leaves
 from tiny import write_tiny_model
 
-from locojax.config import Config, load
+from locojax.config import Config, load, run_folder
 from locojax.errors import CheckpointError, ConfigError, DataError, GradingError, LocoError, ModelError, NumericsError
-from locojax.hosts import colocated
+from locojax.hosts import colocated, folder_lock
 from locojax.hosts.checkpoint import Checkpoints
 from locojax.hosts.metrics import RunResult
 from locojax.hosts.setup import memory, prepare
@@ -89,6 +90,16 @@ def test_a_run_leaves_what_it_promises(config):
     first = json.loads(samples[0])
     assert len(samples) == 12 and first["prompt"].endswith(" bottles:") and first["stop_reason"] in ("stop", "length")
     assert (pathlib.Path(result.folder) / "report.html").stat().st_size > 10_000
+
+
+def test_two_runs_dont_write_one_folder(config):
+    made = config("run.name=taken")
+    folder = run_folder(made)
+    with folder_lock.hold(folder, "run", remedy="", say=print):
+        for resume in (False, True):
+            with pytest.raises(ConfigError, match=f"{folder} is in use by another run. Got: process {os.getpid()}"):
+                run(made, resume)
+    assert [path.name for path in folder.iterdir()] == [folder_lock.NAME]
 
 
 def test_a_resumed_run_is_the_one_that_was_never_interrupted(config):

@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from rich.console import Console
 
-from locojax.config import Config
+from locojax.config import Config, run_folder
 from locojax.errors import DataError
-from locojax.hosts import learning
+from locojax.hosts import folder_lock, learning
 from locojax.hosts.alarms import alarms
 from locojax.hosts.checkpoint import Position
 from locojax.hosts.collector import Collector
@@ -87,6 +87,9 @@ def _run(
     for prompt in prepared.dropped[:1]:
         progress.note(f"dropped {len(prepared.dropped)} prompts that are too long, {prompt.prompt_id} first")
     with contextlib.ExitStack() as stack:
+        if group.is_first:
+            remedy = "Let it end, or stop it; a run beside it needs another run.name"
+            stack.enter_context(folder_lock.hold(run_folder(config), "run", remedy=remedy, say=progress.note))
         checkpoints = stack.enter_context(SharedCheckpoints(config, group))
         interrupts = stack.enter_context(Interrupts(progress.note))
         run_config = config.run

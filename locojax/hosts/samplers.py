@@ -106,10 +106,8 @@ class Samplers:
         """
         if (adapter is None) != (lora is None):
             raise RequestError(f"Sampler {sampler_id!r} has an adapter without settings, or settings without one")
-        copied = None if adapter is None else _copied(adapter)
+        copied = None if adapter is None else self._engine.copied(adapter)
         scale = 0.0 if lora is None else lora.scale
-        if copied is not None:
-            self._engine.check_adapter(copied)
         old = self._open.get(sampler_id)
         if old is not None and (old.adapter is None) == (copied is None):
             old.adapter, old.scale, old.version = copied, scale, version
@@ -254,12 +252,6 @@ class Samplers:
                 None,
             )
         )
-
-
-def _copied(adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    return {
-        module: {name: np.array(leaf, np.float32) for name, leaf in parts.items()} for module, parts in adapter.items()
-    }
 
 
 def _request(operation_id: str, sample: Sample) -> SampleRequest:

@@ -143,13 +143,13 @@ class Engine:
         self._scheduler.drop_prefixes(row)
         self._policy.replace(self.compiler, row, tree, scale, version)
 
-    def check_adapter(self, adapter: Mapping[str, Any]) -> None:
-        """Refuses what `set_adapter` would.
+    def copied(self, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+        """What `set_adapter` will take: a copy on the host, at the adapter's own rank, in the stack's dtype.
 
         Raises:
           RequestError: it has modules, shapes or a rank that the stack has no place for.
         """
-        self._policy.fitted(adapter)
+        return self._policy.copied(adapter)
 
     def version_of(self, adapter: int) -> int:
         """The policy version of an adapter's completions, -1 before there are weights."""

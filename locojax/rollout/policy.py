@@ -37,7 +37,11 @@ class Policy:
         signature = hash((tree, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves)))
         self.loaded, self.version, self._versions = Loaded(weights, adapters, signature), version, {}
 
-    def fitted(self, adapter: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    def copied(self, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+        """See `stacks.copied`. Raises RequestError as `fitted`."""
+        return stacks.copied(stacks.require(self.loaded.adapters), adapter)
+
+    def fitted(self, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
         """One adapter as the stack stores it. Raises RequestError: there is no stack, or it has no place for this."""
         return stacks.fitted(stacks.require(self.loaded.adapters), adapter)
 

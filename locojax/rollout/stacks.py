@@ -20,42 +20,63 @@ def require(adapters: Adapters | None) -> Adapters:
     return adapters
 
 
-def fitted(stack: Adapters, adapter: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """One adapter as the stack stores it: lower ranks padded with zeros, and modules that it lacks zero. All f32.
+def copied(stack: Adapters, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """One adapter at its own rank, copied, in the stack's dtype.
 
     Raises:
       RequestError: it has modules, shapes or a rank that the stack has no place for.
     """
-    unknown = sorted(set(adapter) - set(stack.tree))
-    if unknown:
-        raise RequestError("An adapter has modules that the engine has no place for", got=unknown)
+    _check(stack, adapter)
     return {
-        module: {
-            name: _padded(module, name, leaf, adapter[module][name] if module in adapter else None)
-            for name, leaf in parts.items()
-        }
-        for module, parts in stack.tree.items()
+        module: {name: np.array(leaf, stack.tree[module][name].dtype) for name, leaf in parts.items()}
+        for module, parts in adapter.items()
     }
 
 
-def _padded(module: str, name: str, stack: Any, leaf: Any) -> Any:
-    """One leaf of an adapter at the stack's rank. `stack` is that of all, with one more axis; None: zeros."""
+def fitted(stack: Adapters, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
+    """One adapter as the stack stores it: lower ranks padded with zeros, and modules that it lacks zero.
+
+    Raises:
+      RequestError: as `copied`.
+    """
+    _check(stack, adapter)
+    return {
+        module: {name: _padded(_shape(module, leaf), leaf.dtype, adapter.get(module, {}).get(name))
+                 for name, leaf in parts.items()}
+        for module, parts in stack.tree.items()
+    }  # fmt: skip
+
+
+def _shape(module: str, stacked: Any) -> tuple[int, ...]:
+    """A leaf's own, of a stack's leaf, which has one more axis."""
     axis = stack_axis(module)
-    shape = (*stack.shape[:axis], *stack.shape[axis + 1 :])
-    if leaf is None:
-        return np.zeros(shape, np.float32)
-    rank_axis = len(shape) - (1 if name == "a" else 2)
-    fits = leaf.ndim == len(shape) and all(
-        have <= room if axis == rank_axis else have == room
-        for axis, (have, room) in enumerate(zip(leaf.shape, shape, strict=True))
-    )
-    if not fits:
-        raise RequestError(
-            f"An adapter's {module}.{name} doesn't fit the engine's stack", got=list(leaf.shape),
-            expected=f"{list(shape)}, of which the rank may be lower than {shape[rank_axis]}",
-        )  # fmt: skip
-    if leaf.shape == shape:
-        return leaf if leaf.dtype == np.float32 else np.asarray(leaf, np.float32)
-    padded = np.zeros(shape, np.float32)
-    padded[tuple(slice(0, size) for size in leaf.shape)] = leaf
-    return padded
+    return (*stacked.shape[:axis], *stacked.shape[axis + 1 :])
+
+
+def _check(stack: Adapters, adapter: Mapping[str, Any]) -> None:
+    unknown = sorted(set(adapter) - set(stack.tree))
+    if unknown:
+        raise RequestError("An adapter has modules that the engine has no place for", got=unknown)
+    for module, parts in adapter.items():
+        for name, leaf in parts.items():
+            shape = _shape(module, stack.tree[module][name])
+            rank_axis = len(shape) - (1 if name == "a" else 2)
+            fits = leaf.ndim == len(shape) and all(
+                have <= room if axis == rank_axis else have == room
+                for axis, (have, room) in enumerate(zip(leaf.shape, shape, strict=True))
+            )
+            if not fits:
+                raise RequestError(
+                    f"An adapter's {module}.{name} doesn't fit the engine's stack", got=list(leaf.shape),
+                    expected=f"{list(shape)}, of which the rank may be lower than {shape[rank_axis]}",
+                )  # fmt: skip
+
+
+def _padded(shape: tuple[int, ...], dtype: Any, leaf: Any) -> np.ndarray:
+    """A leaf that `_check` has seen, at the stack's rank; None: zeros. Not copied where it is so already."""
+    if leaf is None or leaf.shape != shape:
+        padded = np.zeros(shape, dtype)
+        if leaf is not None:
+            padded[tuple(slice(0, size) for size in leaf.shape)] = leaf
+        return padded
+    return np.asarray(leaf, dtype)

@@ -34,6 +34,7 @@ from locojax.server.service_names import ModelNames
 from locojax.server.service_provenance import SequenceBook
 from locojax.server.service_sampling import SamplingDesk
 from locojax.server.service_settings import ServiceSettings
+from locojax.server.service_tenure import Tenure
 from locojax.server.service_training import TrainingDesk
 from locojax.server.sessions import Sessions
 from locojax.server.store import Store
@@ -56,13 +57,16 @@ class Service:
       authkey: the engine connection's key.
 
     Raises:
-      ConfigError: the database can't be opened, or is of another version.
+      ConfigError: the database can't be opened, is of another version, or another server uses it.
     """
 
     def __init__(self, settings: ServiceSettings, address: str, authkey: bytes):
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         self._settings = settings
         self._store = store = Store(settings.database_url)
+        self._tenure = None if settings.database is None else Tenure(store, settings.data_dir)
+        if self._tenure is not None:
+            self._tenure.take()
         self.sessions = Sessions(store, settings)
         self.futures = Futures(store, settings)
         self._engine = engine = EngineDesk(self.futures)
@@ -126,6 +130,8 @@ class Service:
         await self._engine.link.stop()
         await self._engine.settle()
         self.futures.write_deliveries()
+        if self._tenure is not None:
+            self._tenure.release()
         await asyncio.to_thread(self._store.close)
 
     def health(self) -> tuple[bool, dict[str, Any]]:
@@ -241,6 +247,8 @@ class Service:
             await asyncio.sleep(self._settings.tick)
             now = time.time()
             try:
+                if self._tenure is not None:
+                    self._tenure.renew()
                 await self.sessions.expire(now)
                 if now - trimmed >= min(TRIM_EVERY, self._settings.delivered_retention):
                     trimmed = now

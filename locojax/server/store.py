@@ -109,6 +109,17 @@ class Store:
         """The same outside an event loop."""
         return self.submit(lambda connection: _put_meta(connection, key, value))
 
+    def change_meta(self, key: str, change: Callable[[str | None], str | None]) -> concurrent.futures.Future[bool]:
+        """Sets one value of the `meta` table to what `change` makes of it, unless that is None; the future: whether."""
+
+        def job(connection: sa.Connection) -> bool:
+            value = change(_meta(connection, key))
+            if value is not None:
+                _put_meta(connection, key, value)
+            return value is not None
+
+        return self.submit(job)
+
     # Reading.
 
     async def read(self, query: Callable[[sa.Connection], T]) -> T:
@@ -126,11 +137,7 @@ class Store:
 
     def meta(self, key: str) -> str | None:
         """One value of the `meta` table, on this thread."""
-        return self.read_now(
-            lambda connection: connection.execute(
-                sa.select(tables.META.c.value).where(tables.META.c.key == key)
-            ).scalar_one_or_none()
-        )
+        return self.read_now(lambda connection: _meta(connection, key))
 
     # The writer thread.
 
@@ -233,9 +240,7 @@ def _engine(url: str) -> sa.Engine:
 
 def _check_version(connection: sa.Connection, url: str) -> None:
     """Brings an older schema up to date; ConfigError for one that isn't known."""
-    found = connection.execute(
-        sa.select(tables.META.c.value).where(tables.META.c.key == "schema_version")
-    ).scalar_one_or_none()
+    found = _meta(connection, "schema_version")
     if found == "1":  # of before there were owners: what it holds is everybody's
         for table in tables.OWNED:
             kind = table.c.owner.type.compile(connection.dialect)
@@ -250,6 +255,10 @@ def _check_version(connection: sa.Connection, url: str) -> None:
             expected=f"schema version {tables.SCHEMA_VERSION}",
             remedy="Use the version that wrote it, or another --data-dir or --database",
         )
+
+
+def _meta(connection: sa.Connection, key: str) -> str | None:
+    return connection.execute(sa.select(tables.META.c.value).where(tables.META.c.key == key)).scalar_one_or_none()
 
 
 def _put_meta(connection: sa.Connection, key: str, value: str) -> None:

@@ -24,14 +24,17 @@ def ranks(spec: ModelSpec, lora: LoraSpec) -> dict[str, np.ndarray]:
 
 
 def narrow(tree: Mapping[str, Any], lora: LoraSpec) -> dict[str, dict[str, np.ndarray]]:
-    """Copies of the adapter's own columns and modules, out of a slot."""
+    """The adapter's own columns and modules, out of a slot: at the largest rank its arrays themselves."""
     modules = (*lora.modules, HEAD) if lora.unembed else lora.modules
-    out = {}
-    for module in modules:
-        out[module] = {
-            name: np.array(np.take(leaf, range(lora.rank), axis=RANK_AXIS[name])) for name, leaf in tree[module].items()
-        }
-    return out
+    return {module: {name: _columns(leaf, RANK_AXIS[name], lora.rank) for name, leaf in tree[module].items()}
+            for module in modules}  # fmt: skip
+
+
+def _columns(leaf: np.ndarray, axis: int, rank: int) -> np.ndarray:
+    if leaf.shape[axis] == rank:
+        return leaf
+    own = np.moveaxis(leaf, axis, 0)[:rank]
+    return np.moveaxis(own, 0, axis).copy()  # so that the rest isn't kept
 
 
 def widen(spec: ModelSpec, max_rank: int, tree: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:

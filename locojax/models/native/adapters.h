@@ -92,12 +92,7 @@ class ByAdapter {
     locojax::ForEach(pool_, before + count, [&](int64_t i) {
       if (i >= before) return piece(i - before);
       const auto& [rows, module] = inner_pieces_[i];
-      switch (inner.width / kLanes) {
-        case 1: FillInner<1>(rows, module); break;
-        case 2: FillInner<2>(rows, module); break;
-        case 3: FillInner<3>(rows, module); break;
-        case 4: FillInner<4>(rows, module); break;
-      }
+      WithVectors(inner.width, [&, &rows = rows, module = module](auto vectors) { FillInner<vectors>(rows, module); });
       inner_done_.fetch_add(1, std::memory_order_release);
     });
   }

@@ -32,17 +32,25 @@ struct Given {
            of_b[1] == of_w[0] * kPanel;
   }
 
+  // Columns `column`.. of b as panels, which `Logits` reads.
+  void PackB(int64_t column, int64_t columns, bf16* panels) const {
+    for (int64_t c = 0; c < columns; c += kPanel) PackPanel(b + column + c, V, r, kPanel, panels + c * r);
+  }
+
+  // The same columns of b, transposed, as one panel [columns / 2, width, 2] of which the first r columns are written.
+  void PackTransposed(int64_t column, int64_t columns, int64_t width, bf16* panel) const {
+    for (int64_t j = 0; j < r; ++j)
+      for (int64_t c = 0; c < columns; c += 2) std::copy_n(b + j * V + column + c, 2, panel + c * width + j * 2);
+  }
+
   // logits[i][c] of rows from.. and columns `column`.., rows kLogitColumns apart.
-  void Logits(int64_t from, int64_t rows, int64_t column, int64_t columns, Scratch<bf16>& scratch, float* out) const {
-    bf16* of_b = scratch.At(r * kPanel);
-    for (int64_t c = 0; c < columns; c += kPanel) {
-      PackPanel(b + column + c, V, r, kPanel, of_b);
+  void Logits(int64_t from, int64_t rows, int64_t column, int64_t columns, const bf16* of_b, float* out) const {
+    for (int64_t c = 0; c < columns; c += kPanel)
       EachTile(rows, [&](auto& tile, int64_t i) {
         tile.Multiply(x + (from + i) * D, D, w + (column + c) * D, D / 2);
-        tile.Multiply(inner + (from + i) * r, r, of_b, r / 2);
+        tile.Multiply(inner + (from + i) * r, r, of_b + c * r, r / 2);
         tile.Write(out + i * kLogitColumns + c, kLogitColumns, kPanel);
       });
-    }
   }
 };
 
@@ -61,11 +69,12 @@ ffi::Error LossForward(ffi::ThreadPool pool, Bf16 x, Bf16 inner, Bf16 w, Bf16 b,
   const int64_t most = pieces ? (given.count + pieces * kTileRows - 1) / (pieces * kTileRows) * kTileRows : 0;
   ForEach(pool, pieces, [&](int64_t piece) {
     const int64_t from = std::min(piece * most, given.count), rows = std::min(most, given.count - from);
-    Scratch<bf16> of_b;
+    std::vector<bf16> of_b(given.r * kLogitColumns);
     std::vector<float> logits(kLogitRows * kLogitColumns), top(rows, -INFINITY), total(rows, 0.0f);
     for (int64_t column = 0; column < given.V; column += kLogitColumns) {
       const int64_t columns = std::min(kLogitColumns, given.V - column);
-      given.Logits(from, rows, column, columns, of_b, logits.data());
+      given.PackB(column, columns, of_b.data());
+      given.Logits(from, rows, column, columns, of_b.data(), logits.data());
       for (int64_t i = 0; i < rows; ++i) {
         const float* own = &logits[i * kLogitColumns];
         F32 most = Fill(top[i]), wrong = Zero();
@@ -90,88 +99,146 @@ ffi::Error LossForward(ffi::ThreadPool pool, Bf16 x, Bf16 inner, Bf16 w, Bf16 b,
 // What reaches x, inner and b of a cotangent g [M] of the log-probs.
 //
 // Pieces have a part of the vocabulary each, and sums over it of their own for x and inner; those are added at the end,
-// in order. w_t and b_t are the transposes: w_t packed, b_t [V, r].
-ffi::Error LossBackward(ffi::ThreadPool pool, Bf16 x, Bf16 inner, Bf16 w, Bf16 b, Bf16 w_t, Bf16 b_t, Ints targets,
-                        Floats log_norm, Floats g, Ints count, FloatsOut d_x, FloatsOut d_inner, FloatsOut d_b) {
-  const auto of_t = w_t.dimensions(), of_b_t = b_t.dimensions();
-  if (!Given::Fit(x, inner, w, b) || of_t.size() != 4 || of_b_t.size() != 2 || of_t[1] * 2 != b.dimensions()[1] ||
-      (x.dimensions()[1] + kPanel - 1) / kPanel != of_t[0] || of_b_t[0] != b.dimensions()[1] || of_b_t[1] > kPanel)
-    return ffi::Error::InvalidArgument(kMisfit);
-  const Given given(x, inner, w, b, count);
-  const int64_t M = given.M, D = given.D, r = given.r, V = given.V, wide = of_t[0] * kPanel;
-  const auto* target = static_cast<const int32_t*>(targets.untyped_data());
-  const auto* norm = static_cast<const float*>(log_norm.untyped_data());
-  const auto* cotangent = static_cast<const float*>(g.untyped_data());
-  const auto* down = static_cast<const bf16*>(w_t.untyped_data());
-  const auto* b_down = static_cast<const bf16*>(b_t.untyped_data());
-  auto *to_x = static_cast<float*>(d_x->untyped_data()), *to_inner = static_cast<float*>(d_inner->untyped_data()),
-       *to_b = static_cast<float*>(d_b->untyped_data());
-  std::vector<bf16> inner_t(r * (M + 1));  // [r, M], for the sums over rows; M may be odd
-  const int64_t even = given.count + given.count % 2;
-  for (int64_t i = 0; i < given.count; ++i)
-    for (int64_t j = 0; j < r; ++j) inner_t[j * even + i] = given.inner[i * r + j];
+// in order. w_t is w's transpose, packed.
+class Backward {
+ public:
+  Backward(const Given& given, Bf16& w_t, Ints& targets, Floats& log_norm, Floats& g, FloatsOut& d_b)
+      : given_(given), down_(static_cast<const bf16*>(w_t.untyped_data())), w_width_(w_t.dimensions()[2]),
+        wide_(w_t.dimensions()[0] * w_width_), r_width_((given.r + kLanes - 1) / kLanes * kLanes),
+        even_(given.count + given.count % 2), target_(static_cast<const int32_t*>(targets.untyped_data())),
+        norm_(static_cast<const float*>(log_norm.untyped_data())), by_(static_cast<const float*>(g.untyped_data())),
+        to_b_(static_cast<float*>(d_b->untyped_data())), inner_t_(given.r * even_) {
+    for (int64_t i = 0; i < given.count; ++i)
+      for (int64_t j = 0; j < given.r; ++j) inner_t_[j * even_ + i] = given.inner[i * given.r + j];
+    const int64_t blocks = num_blocks(), pieces = std::min(blocks, kPieces);
+    for (int64_t piece = 0; piece < pieces; ++piece)
+      pieces_.push_back({blocks * piece / pieces, blocks * (piece + 1) / pieces, {}});
+  }
 
-  const int64_t blocks = (V + kLogitColumns - 1) / kLogitColumns, pieces = std::min(blocks, kPieces);
-  const int64_t own_size = given.count * (wide + kPanel);
-  std::vector<float> sums(pieces * own_size, 0.0f);
-  ForEach(pool, pieces, [&](int64_t piece) {
-    float *own_x = &sums[piece * own_size], *own_inner = own_x + given.count * wide;
-    Scratch<bf16> of_b;
-    std::vector<float> logits(kLogitRows * kLogitColumns), of_d_b(r * kLogitColumns);
-    std::vector<bf16> d(kLogitRows * kLogitColumns), panel(kLogitColumns * kPanel);
-    for (int64_t block = blocks * piece / pieces; block < blocks * (piece + 1) / pieces; ++block) {
-      const int64_t column = block * kLogitColumns, columns = std::min(kLogitColumns, V - column);
-      std::fill(of_d_b.begin(), of_d_b.end(), 0.0f);
-      for (int64_t from = 0; from < given.count; from += kLogitRows) {
-        const int64_t rows = std::min(kLogitRows, given.count - from);
-        given.Logits(from, rows, column, columns, of_b, logits.data());
-        for (int64_t i = 0; i < rows; ++i) {
-          const F32 by = Fill(-cotangent[from + i]), most = Fill(norm[from + i]);
-          float* own = &logits[i * kLogitColumns];
-          const int64_t at = target[from + i] - column;
-          // 1 - p before rounding: in bf16 a p near 1 is 1.
-          const float of_target = at >= 0 && at < columns ? -std::expm1(own[at] - norm[from + i]) : 0.0f;
-          for (int64_t c = 0; c < columns; c += kLanes)
-            Store(&d[i * kLogitColumns + c], Mul(by, Exp(Sub(Load(own + c), most))), kLanes);
-          if (at >= 0 && at < columns) {
-            float exact[kLanes] = {of_target * cotangent[from + i]};
-            Store(&d[i * kLogitColumns + at], Load(exact), 1);
-          }
-        }
-        if (rows % 2) std::fill_n(&d[rows * kLogitColumns], kLogitColumns, bf16(0));
-        for (int64_t p = 0; p < of_t[0]; ++p)
-          EachTile(rows, [&](auto& tile, int64_t i) {
-            tile.Multiply(&d[i * kLogitColumns], kLogitColumns, down + (p * V + column) * kPanel, columns / 2);
-            tile.AddTo(own_x + (from + i) * wide + p * kPanel, wide);
-          });
-        std::fill(panel.begin(), panel.end(), bf16(0));
-        PackPanel(b_down + column * r, r, columns, r, panel.data());
-        EachTile(rows, [&](auto& tile, int64_t i) {
-          tile.Multiply(&d[i * kLogitColumns], kLogitColumns, panel.data(), columns / 2);
-          tile.AddTo(own_inner + (from + i) * kPanel, kPanel);
-        });
-        for (int64_t c = 0; c < columns; c += kPanel) {
-          PackPanel(&d[c], kLogitColumns, rows + rows % 2, kPanel, panel.data());
-          EachTile(r, [&](auto& tile, int64_t j) {
-            tile.Multiply(&inner_t[j * even + from], even, panel.data(), (rows + 1) / 2);
-            tile.AddTo(&of_d_b[j * kLogitColumns + c], kLogitColumns);
-          });
-        }
+  static bool Fit(const Given& given, Bf16& w_t) {
+    const auto of_t = w_t.dimensions();
+    return of_t.size() == 4 && of_t[1] * 2 == given.V && of_t[2] > 0 && of_t[2] <= kPanel && of_t[2] % kLanes == 0 &&
+           of_t[0] == (given.D + of_t[2] - 1) / of_t[2] && given.r <= kPanel;
+  }
+
+  int64_t num_pieces() const { return int64_t(pieces_.size()); }
+
+  // One part of the vocabulary: its share of what reaches x and inner, and all that reaches its columns of b.
+  void Run(int64_t number) {
+    Piece& piece = pieces_[number];
+    piece.sums.resize(given_.count * (wide_ + r_width_));
+    Memory memory(given_.r, r_width_);
+    for (int64_t block = piece.first; block < piece.end; ++block) {
+      const int64_t column = block * kLogitColumns, columns = std::min(kLogitColumns, given_.V - column);
+      given_.PackB(column, columns, memory.of_b.data());
+      given_.PackTransposed(column, columns, r_width_, memory.of_b_t.data());
+      std::fill(memory.d_b.begin(), memory.d_b.end(), 0.0f);
+      for (int64_t from = 0; from < given_.count; from += kLogitRows) {
+        const int64_t rows = std::min(kLogitRows, given_.count - from);
+        given_.Logits(from, rows, column, columns, memory.of_b.data(), memory.logits.data());
+        Slopes(from, rows, column, columns, memory);
+        ToXAndInner(piece, from, rows, column, columns, memory);
+        ToB(from, rows, columns, memory);
       }
-      for (int64_t j = 0; j < r; ++j) std::copy_n(&of_d_b[j * kLogitColumns], columns, to_b + j * V + column);
+      for (int64_t j = 0; j < given_.r; ++j)
+        std::copy_n(&memory.d_b[j * kLogitColumns], columns, to_b_ + j * given_.V + column);
     }
-  });
-  std::fill_n(to_x, M * D, 0.0f);
-  std::fill_n(to_inner, M * r, 0.0f);
-  ForEach(pool, std::min(given.count, kPieces), [&](int64_t piece) {
-    const int64_t parts = std::min(given.count, kPieces);
-    for (int64_t i = given.count * piece / parts; i < given.count * (piece + 1) / parts; ++i)
-      for (int64_t from = 0; from < pieces; ++from) {
-        const float *own_x = &sums[from * own_size], *own_inner = own_x + given.count * wide;
-        for (int64_t c = 0; c < D; ++c) to_x[i * D + c] += own_x[i * wide + c];
-        for (int64_t c = 0; c < r; ++c) to_inner[i * r + c] += own_inner[i * kPanel + c];
+  }
+
+  // Row i of what reaches x and inner, of all pieces.
+  void Join(int64_t i, float* to_x, float* to_inner) const {
+    for (const Piece& piece : pieces_) {
+      const float *own_x = &piece.sums[i * wide_], *own_inner = &piece.sums[given_.count * wide_ + i * r_width_];
+      for (int64_t c = 0; c < given_.D; ++c) to_x[c] += own_x[c];
+      for (int64_t c = 0; c < given_.r; ++c) to_inner[c] += own_inner[c];
+    }
+  }
+
+ private:
+  // Blocks of the vocabulary from `first` on, and [count, wide] of x's sums, then [count, r_width] of inner's.
+  struct Piece {
+    int64_t first, end;
+    std::vector<float> sums;
+  };
+
+  struct Memory {
+    Memory(int64_t r, int64_t r_width)
+        : logits(kLogitRows * kLogitColumns), d_b(r * kLogitColumns), d(kLogitRows * kLogitColumns),
+          of_b(r * kLogitColumns), of_b_t(kLogitColumns * r_width), panel(kLogitRows * kPanel) {}
+
+    std::vector<float> logits, d_b;
+    std::vector<bf16> d, of_b, of_b_t, panel;
+  };
+
+  int64_t num_blocks() const { return (given_.V + kLogitColumns - 1) / kLogitColumns; }
+
+  // Of logits, what the cotangent makes of them; a row more of zeros where there's an odd number.
+  void Slopes(int64_t from, int64_t rows, int64_t column, int64_t columns, Memory& memory) const {
+    auto& [logits, d_b, d, of_b, of_b_t, panel] = memory;
+    for (int64_t i = 0; i < rows; ++i) {
+      const F32 by = Fill(-by_[from + i]), most = Fill(norm_[from + i]);
+      const float* own = &logits[i * kLogitColumns];
+      for (int64_t c = 0; c < columns; c += kLanes)
+        Store(&d[i * kLogitColumns + c], Mul(by, Exp(Sub(Load(own + c), most))), kLanes);
+      const int64_t at = target_[from + i] - column;
+      if (at >= 0 && at < columns) {
+        // 1 - p before rounding: in bf16 a p near 1 is 1.
+        const float exact[kLanes] = {-std::expm1(own[at] - norm_[from + i]) * by_[from + i]};
+        Store(&d[i * kLogitColumns + at], Load(exact), 1);
       }
-  });
+    }
+    if (rows % 2) std::fill_n(&d[rows * kLogitColumns], kLogitColumns, bf16(0));
+  }
+
+  void ToXAndInner(Piece& piece, int64_t from, int64_t rows, int64_t column, int64_t columns, const Memory& memory) const {
+    const bf16* d = memory.d.data();
+    float *to_x = &piece.sums[from * wide_], *to_inner = &piece.sums[given_.count * wide_ + from * r_width_];
+    WithVectors(w_width_, [&](auto vectors) {
+      for (int64_t p = 0; p < wide_; p += w_width_)
+        EachTile<vectors>(rows, [&](auto& tile, int64_t i) {
+          tile.Multiply(d + i * kLogitColumns, kLogitColumns, down_ + p * given_.V + column * w_width_, columns / 2);
+          tile.AddTo(to_x + i * wide_ + p, wide_);
+        });
+    });
+    WithVectors(r_width_, [&](auto vectors) {
+      EachTile<vectors>(rows, [&](auto& tile, int64_t i) {
+        tile.Multiply(d + i * kLogitColumns, kLogitColumns, memory.of_b_t.data(), columns / 2);
+        tile.AddTo(to_inner + i * r_width_, r_width_);
+      });
+    });
+  }
+
+  void ToB(int64_t from, int64_t rows, int64_t columns, Memory& memory) const {
+    for (int64_t c = 0; c < columns; c += kPanel) {
+      PackPanel(&memory.d[c], kLogitColumns, rows + rows % 2, kPanel, memory.panel.data());
+      EachTile(given_.r, [&](auto& tile, int64_t j) {
+        tile.Multiply(&inner_t_[j * even_ + from], even_, memory.panel.data(), (rows + 1) / 2);
+        tile.AddTo(&memory.d_b[j * kLogitColumns + c], kLogitColumns);
+      });
+    }
+  }
+
+  const Given& given_;
+  const bf16* down_;
+  const int64_t w_width_, wide_, r_width_, even_;
+  const int32_t* target_;
+  const float *norm_, *by_;
+  float* to_b_;
+  std::vector<bf16> inner_t_;  // [r, M], for the sums over rows; M made even
+  std::vector<Piece> pieces_;
+};
+
+ffi::Error LossBackward(ffi::ThreadPool pool, Bf16 x, Bf16 inner, Bf16 w, Bf16 b, Bf16 w_t, Ints targets,
+                        Floats log_norm, Floats g, Ints count, FloatsOut d_x, FloatsOut d_inner, FloatsOut d_b) {
+  if (!Given::Fit(x, inner, w, b)) return ffi::Error::InvalidArgument(kMisfit);
+  const Given given(x, inner, w, b, count);
+  if (!Backward::Fit(given, w_t)) return ffi::Error::InvalidArgument(kMisfit);
+  Backward backward(given, w_t, targets, log_norm, g, d_b);
+  ForEach(pool, backward.num_pieces(), [&](int64_t piece) { backward.Run(piece); });
+  auto *to_x = static_cast<float*>(d_x->untyped_data()), *to_inner = static_cast<float*>(d_inner->untyped_data());
+  std::fill_n(to_x, given.M * given.D, 0.0f);
+  std::fill_n(to_inner, given.M * given.r, 0.0f);
+  EachRow(pool, given.count, given.D, [&](int64_t i) { backward.Join(i, to_x + i * given.D, to_inner + i * given.r); });
   return ffi::Error::Success();
 }
 
@@ -185,6 +252,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(locojax_loss_forward, locojax::LossForward,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(locojax_loss_backward, locojax::LossBackward,
                               ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<locojax::Bf16>().Arg<locojax::Bf16>()
                                   .Arg<locojax::Bf16>().Arg<locojax::Bf16>().Arg<locojax::Bf16>()
-                                  .Arg<locojax::Bf16>().Arg<locojax::Ints>().Arg<locojax::Floats>()
+                                  .Arg<locojax::Ints>().Arg<locojax::Floats>()
                                   .Arg<locojax::Floats>().Arg<locojax::Ints>().Ret<locojax::Floats>()
                                   .Ret<locojax::Floats>().Ret<locojax::Floats>());

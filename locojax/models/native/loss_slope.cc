@@ -34,7 +34,8 @@ class Slopes {
   Slopes(Bf16& x, Bf16& w, Bf16& w_t, Ints& targets, Ints& counts)
       : x_(static_cast<const bf16*>(x.untyped_data())), w_(static_cast<const bf16*>(w.untyped_data())),
         down_(static_cast<const bf16*>(w_t.untyped_data())), target_(static_cast<const int32_t*>(targets.untyped_data())),
-        M(x.dimensions()[0]), D(x.dimensions()[1]), V(w.dimensions()[0] * kPanel), wide(w_t.dimensions()[0] * kPanel),
+        M(x.dimensions()[0]), D(x.dimensions()[1]), V(w.dimensions()[0] * kPanel), width(w_t.dimensions()[2]),
+        wide(w_t.dimensions()[0] * width),
         count(Clamped(counts, 1)), sloping(std::min(count, Clamped(counts, 0))) {}
 
   // The logits of `rows` rows from `from` on over one block of columns go into the part's sums.
@@ -47,11 +48,13 @@ class Slopes {
       });
     for (int64_t i = 0; i < rows; ++i)
       Exponentials(part, from + i, column, columns, logits + i * kLogitColumns, i < with_slope ? weights + i * kLogitColumns : nullptr);
-    for (int64_t p = 0; p * kPanel < wide; ++p)
-      EachTile(with_slope, [&](auto& tile, int64_t i) {
-        tile.Multiply(weights + i * kLogitColumns, kLogitColumns, down_ + (p * V + column) * kPanel, columns / 2);
-        tile.AddTo(&part.sums[(from + i) * wide + p * kPanel], wide);
-      });
+    WithVectors(width, [&](auto vectors) {
+      for (int64_t p = 0; p < wide; p += width)
+        EachTile<vectors>(with_slope, [&](auto& tile, int64_t i) {
+          tile.Multiply(weights + i * kLogitColumns, kLogitColumns, down_ + p * V + column * width, columns / 2);
+          tile.AddTo(&part.sums[(from + i) * wide + p], wide);
+        });
+    });
   }
 
   // The parts, in their order, joined: one row's results.
@@ -79,7 +82,7 @@ class Slopes {
 
   const bf16 *x_, *w_, *down_;
   const int32_t* target_;
-  const int64_t M, D, V, wide, count, sloping;
+  const int64_t M, D, V, width, wide, count, sloping;  // `width` columns of w's transpose are a panel, `wide` all
 
  private:
   int64_t Clamped(Ints& counts, int i) const {
@@ -89,7 +92,7 @@ class Slopes {
   // w[d][target of row i], out of the packed transpose.
   float OfTarget(int64_t i, int64_t d) const {
     const int64_t v = std::clamp<int64_t>(target_[i], 0, V - 1);
-    const uint32_t bits = uint32_t(down_[(d / kPanel * V + v / 2 * 2) * kPanel + d % kPanel * 2 + v % 2]) << 16;
+    const uint32_t bits = uint32_t(down_[(d / width * V + v / 2 * 2) * width + d % width * 2 + v % 2]) << 16;
     float number;
     std::memcpy(&number, &bits, sizeof number);
     return number;
@@ -127,7 +130,8 @@ ffi::Error LossSlope(ffi::ThreadPool pool, Bf16 x, Bf16 w, Bf16 w_t, Ints target
                      FloatsOut log_norm, FloatsOut slope) {
   const auto of_x = x.dimensions(), of_w = w.dimensions(), of_t = w_t.dimensions();
   if (of_x.size() != 2 || of_w.size() != 4 || of_t.size() != 4 || of_w[1] * 2 != of_x[1] || of_w[2] != kPanel ||
-      of_t[1] * 2 != of_w[0] * kPanel || of_t[0] != (of_x[1] + kPanel - 1) / kPanel || counts.element_count() != 2 ||
+      of_t[1] * 2 != of_w[0] * kPanel || of_t[2] <= 0 || of_t[2] > kPanel || of_t[2] % kLanes != 0 ||
+      of_t[0] != (of_x[1] + of_t[2] - 1) / of_t[2] || counts.element_count() != 2 ||
       targets.element_count() != size_t(of_x[0]))
     return ffi::Error::InvalidArgument(kMisfit);
   const Slopes slopes(x, w, w_t, targets, counts);

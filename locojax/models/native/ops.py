@@ -243,7 +243,7 @@ class Unembedding:
     @classmethod
     def of(cls, head: Array) -> Unembedding:
         """head [D, V]."""
-        return cls(pack(head), pack(head.T))
+        return cls(pack(head), pack(head.T, narrow(head.shape[0])))
 
 
 def suits_loss(D: int, V: int) -> bool:
@@ -270,7 +270,7 @@ def loss_backward(
     """What a cotangent g f32[M] of the log-probs brings: d(x) f32[M, D], d(inner) f32[M, r], d(b) f32[r, V]."""
     outs = [jax.ShapeDtypeStruct(like.shape, jnp.float32) for like in (x, inner, b)]
     call = jax.ffi.ffi_call("locojax_loss_backward", outs)
-    inputs = (x, inner, head.weight.panels, b, head.transposed.panels, b.T, targets, log_norm, g, count.reshape(1))
+    inputs = (x, inner, head.weight.panels, b, head.transposed.panels, targets, log_norm, g, count.reshape(1))
     d_x, d_inner, d_b = call(*inputs)
     return d_x, d_inner, d_b
 

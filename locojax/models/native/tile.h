@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 
 #include "lanes.h"
 
@@ -106,6 +107,17 @@ void EachTile(int64_t rows, Work work) {
     case 3: return rest(Tile<3, kVectors>());
     case 4: return rest(Tile<4, kVectors>());
     case 5: return rest(Tile<5, kVectors>());
+  }
+}
+
+// Calls work(constant) with the number of lanes' vectors that a panel of `width` columns has, to be used as EachTile's.
+template <class Work>
+void WithVectors(int64_t width, Work work) {
+  switch (width / kLanes) {
+    case 1: return work(std::integral_constant<int, 1>());
+    case 2: return work(std::integral_constant<int, 2>());
+    case 3: return work(std::integral_constant<int, 3>());
+    case 4: return work(std::integral_constant<int, 4>());
   }
 }
 

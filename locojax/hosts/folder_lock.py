@@ -1,0 +1,87 @@
+"""One process at a time writes a folder: a lock that the kernel lets go of when its holders have ended, however."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import time
+from collections.abc import Callable, Iterator
+
+from locojax.errors import ConfigError, LocoError
+
+NAME = ".lock"
+LEAVING_SECONDS = 30.0  # the rest of a server or a run, whose first process was killed, has so long to end
+_POLL_SECONDS = 0.1
+
+
+@contextlib.contextmanager
+def hold(
+    folder: pathlib.Path, owner: str, *, remedy: str, say: Callable[[str], None], leaving: float = LEAVING_SECONDS
+) -> Iterator[int]:
+    """The folder, which is made if need be, is this process's; yields a file descriptor.
+
+    The lock lasts until this process and all that have inherited the descriptor have ended or left the block. It keeps
+    out who asks for it, on this machine; between machines as far as the file system passes flock(2) on, and where it
+    has none at all, not.
+
+    Args:
+      owner: what takes the folder, e.g. "server".
+      say: is told whom it waits for: a holder whose process is gone but whose children aren't.
+      leaving: for so many seconds.
+
+    Raises:
+      ConfigError: another holds it; `remedy` says what to do then.
+      LocoError: the lock can't be written.
+    """
+    path = folder / NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise LocoError(f"The folder {folder} can't be locked", got=error.strerror) from error
+    try:
+        _take(descriptor, folder, owner, remedy, say, time.monotonic() + leaving)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()} {owner}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _take(
+    descriptor: int, folder: pathlib.Path, owner: str, remedy: str, say: Callable[[str], None], end: float
+) -> None:
+    told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
+        except OSError:
+            return  # a file system without locks
+        pid = holder.partition(" ")[0]
+        if _is_alive(pid) or time.monotonic() > end:
+            raise ConfigError(
+                f"The folder {folder} is in use by another {owner}", got=f"process {pid or 'unknown'}",
+                expected="one at a time", remedy=remedy,
+            )  # fmt: skip
+        if not told:
+            say(f"Waiting for what process {pid} left behind to end; it holds {folder}")
+            told = True
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_alive(pid: str) -> bool:
+    """False too while the holder hasn't written its id yet."""
+    if not pid.isdecimal() or int(pid) == 0:
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
