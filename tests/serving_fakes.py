@@ -111,6 +111,8 @@ class FakeTenants:
         self.log.append(("copy adapter", model_id))
         return {"version": self.models[model_id][1]}
 
+    snapshot = adapter
+
     def lora(self, model_id):
         return self.models[model_id][0]
 

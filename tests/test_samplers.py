@@ -43,11 +43,11 @@ def shared():
     return {}
 
 
-def samplers(shared, *, max_resident=2, **settings):
+def samplers(shared, *, max_resident=2, stack_dtype=jnp.float32, **settings):
     chosen = dataclasses.replace(SETTINGS, **settings)
     made = Engine(SPEC, chosen, Bytes())
     made = Engine(SPEC, chosen, Bytes(), compiler=shared.setdefault(made.compiler.spec, made.compiler))
-    made.load(weights(), version=0, adapters=empty_stack(SPEC, RANK, max_resident + 1, jnp.float32))
+    made.load(weights(), version=0, adapters=empty_stack(SPEC, RANK, max_resident + 1, stack_dtype))
     return Samplers(made, max_resident=max_resident)
 
 
@@ -87,6 +87,36 @@ def test_samplers_of_any_rank_and_modules_share_a_batch(shared):
     assert_of(done["a"], (5, 6, 7), adapter(1))
     assert_of(done["b"], (5, 6, 7), adapter(2, narrow), narrow)
     assert [done[name].completions[0].policy_version for name in made.ids] == [0, 3, 9]
+
+
+def test_only_what_nobody_can_write_is_taken_without_a_copy(shared):
+    made = samplers(shared)
+    tree = jax.tree.map(np.array, adapter(1))
+    tree["q"]["a"].flags.writeable = False
+    made.open("a", tree, lora(), 1)
+    kept = made._open["a"].adapter
+    assert kept["q"]["a"] is tree["q"]["a"]
+    before = made._engine.copied(tree)
+    for module, parts in tree.items():
+        for name, leaf in parts.items():
+            if leaf.flags.writeable:
+                leaf += 1
+                np.testing.assert_array_equal(kept[module][name], before[module][name])
+
+
+def test_a_bfloat16_stack_is_given_what_it_samples_with(shared):
+    """Of a lower rank, and with modules missing: kept as they are, and sampled from as rounded."""
+    small = lora(2, mlp=False)
+    tree = adapter(3, small)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), tree)
+    made = samplers(shared, stack_dtype=jnp.bfloat16)
+    made.open("a", tree, small, 1)
+    kept = made._open["a"].adapter
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), kept) == jax.tree.map(
+        lambda leaf: (leaf.shape, "bfloat16"), tree
+    )
+    made.add("s", sample("a", max_tokens=8))
+    assert_of(run(made)["s"], (5, 6, 7), rounded, small)
 
 
 def test_a_snapshot_does_not_move(shared):

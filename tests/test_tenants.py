@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tenant_models import LORA_A, LORA_B, TENANTS, base, drawn_state, run, tenants
@@ -130,9 +131,9 @@ def test_steps_are_those_of_a_trainer_of_the_same_rank():
             # Adam divides by the gradient's own size: where that is rounding, so is the step.
             close(trainer.state(model_id), one.state(), rtol=2e-4)
     for tree in trainer._bank[:3]:
-        slot = tenant_programs.read(tree, np.int32(0))  # a's, of rank 4
+        slot = tenant_programs.read(tree, np.int32(0), dtype="float32")  # a's, of rank 4
         assert all(not parts["a"][..., 4:].any() and not parts["b"][..., 4:, :].any() for parts in slot.values())
-        slot = tenant_programs.read(tree, np.int32(1))  # b has attention only
+        slot = tenant_programs.read(tree, np.int32(1), dtype="float32")  # b has attention only
         assert not any(leaf.any() for name in ("gate", "up", "down", "head") for leaf in slot[name].values())
 
 
@@ -141,9 +142,24 @@ def test_nothing_appears_beyond_the_rank_whatever_the_settings():
     trainer = tenants()
     run(trainer, trainer.begin("a", rollouts(), "cross_entropy"))
     assert trainer.optim_step("a", AdamParams(1e6, eps=0.0, weight_decay=1e6)).applied
-    slot = tenant_programs.read(trainer._bank.weights, np.int32(0))
+    slot = tenant_programs.read(trainer._bank.weights, np.int32(0), dtype="float32")
     for parts in slot.values():
         assert not np.asarray(parts["a"][..., 4:]).any() and not np.asarray(parts["b"][..., 4:, :]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_snapshot_is_the_adapter_in_the_samplers_dtype_and_stays_as_it_is(dtype):
+    trainer = TenantTrainer(SPEC, base(), dataclasses.replace(TENANTS, snapshot_dtype=dtype))
+    for model_id, spec in (("a", LORA_A), ("full rank", dataclasses.replace(LORA_A, rank=TENANTS.max_rank))):
+        trainer.create(model_id, spec, 7)
+        taken = trainer.snapshot(model_id)
+        expected = jax.tree.map(lambda leaf: leaf.astype(dtype), trainer.adapter(model_id))
+        assert {leaf.dtype for leaf in jax.tree.leaves(taken)} == {jnp.dtype(dtype)}
+        before = bits(taken)
+        assert before == bits(expected)
+        run(trainer, trainer.begin(model_id, rollouts(), "cross_entropy"))
+        trainer.optim_step(model_id, AdamParams(0.1))
+        assert bits(taken) == before != bits(trainer.snapshot(model_id))
 
 
 def test_a_fresh_model_is_drawn_as_a_trainers_and_equals_the_base():

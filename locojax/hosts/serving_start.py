@@ -156,6 +156,7 @@ def _trainer(settings: ServeSettings, model: LoadedModel, clock: PhaseClock) -> 
             compute_dtype=settings.compute_dtype,
             remat=settings.remat,
             kernels=settings.kernels,
+            snapshot_dtype="bfloat16" if _dtype(settings.sample_dtype) == "bfloat16" else "float32",
         ),
         phase=clock.phase,
     )

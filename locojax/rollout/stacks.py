@@ -21,16 +21,22 @@ def require(adapters: Adapters | None) -> Adapters:
 
 
 def copied(stack: Adapters, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-    """One adapter at its own rank, copied, in the stack's dtype.
+    """One adapter at its own rank, in the stack's dtype; copied, except arrays that are so and can't be written.
 
     Raises:
       RequestError: it has modules, shapes or a rank that the stack has no place for.
     """
     _check(stack, adapter)
     return {
-        module: {name: np.array(leaf, stack.tree[module][name].dtype) for name, leaf in parts.items()}
+        module: {name: _kept(leaf, stack.tree[module][name].dtype) for name, leaf in parts.items()}
         for module, parts in adapter.items()
     }
+
+
+def _kept(leaf: Any, dtype: Any) -> np.ndarray:
+    if isinstance(leaf, np.ndarray) and leaf.dtype == dtype and not leaf.flags.writeable:
+        return leaf
+    return np.array(leaf, dtype)
 
 
 def fitted(stack: Adapters, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:

@@ -342,10 +342,10 @@ def write(bank: Bank, slot: Array, weights: Tree, mu: Tree, nu: Tree, steps: Arr
     return _put_all(bank, slot, weights, mu, nu, nothing, steps=steps)
 
 
-@jax.jit
-def read(tree: Tree, slot: Array) -> Tree:
-    """One adapter out of a stacked tree, at the largest rank."""
-    return _take(tree, slot)
+@partial(jax.jit, static_argnames=("dtype",))
+def read(tree: Tree, slot: Array, *, dtype: str) -> Tree:
+    """One adapter out of a stacked tree, at the largest rank, in that dtype."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), _take(tree, slot))
 
 
 @partial(jax.jit, donate_argnames=("tree",))

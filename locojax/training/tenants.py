@@ -44,6 +44,8 @@ from locojax.training.tenant_work import RowProgram, Tenant, Work
 from locojax.training.trainer import Phase, no_phase
 from locojax.types import AdamParams, Datum, Kernels, OptimStepResult
 
+SnapshotDtype = Literal["float32", "bfloat16"]
+
 
 @dataclasses.dataclass(frozen=True)
 class TenantSettings:
@@ -59,6 +61,7 @@ class TenantSettings:
       short_row_tokens, short_rows: a second shape of micro-batch, for calls all of whose data fit into such a row: they
         don't wait for a long row's worth of padding, nor attend over it. None: one shape for all.
       kernels: whose products with the base; see `models.native.build`.
+      snapshot_dtype: of what `snapshot` gives, for samplers.
     """
 
     row_tokens: int
@@ -75,6 +78,7 @@ class TenantSettings:
     short_row_tokens: int | None = None
     short_rows: int = 1
     kernels: Kernels = "auto"
+    snapshot_dtype: SnapshotDtype = "float32"
 
     def __post_init__(self) -> None:
         TrainerSettings(  # raises for what both have
@@ -135,7 +139,7 @@ class TenantTrainer:
         self._tenants: dict[str, Tenant] = {}
         self._metric_names = tenant_programs.metric_names()
         self._executables = Executables(beside_jax_cache())
-        self._programs: dict[tuple[str, RowProgram | None], Program] = {}
+        self._programs: dict[tuple[str, RowProgram | SnapshotDtype | None], Program] = {}
 
     @property
     def model_ids(self) -> tuple[str, ...]:
@@ -294,6 +298,10 @@ class TenantTrainer:
         """The weights, fp32, at the model's own rank, on the host: a copy that later steps don't touch."""
         return self._read(self._tenant(model_id), self._bank.weights)
 
+    def snapshot(self, model_id: str) -> dict[str, dict[str, np.ndarray]]:
+        """The same in `settings.snapshot_dtype`, rounded where it is before it leaves the device."""
+        return self._read(self._tenant(model_id), self._bank.weights, self.settings.snapshot_dtype)
+
     def state(self, model_id: str) -> dict[str, Any]:
         """What a checkpoint holds, at the model's own rank: numpy copies, in the form of `Trainer.state`.
 
@@ -352,31 +360,34 @@ class TenantTrainer:
         self._bank, applied, _ = self._call("update", self._bank, slot, ranks(self.spec, everything), hyper)
         applied.block_until_ready()
         self._bank = self._bank._replace(accumulators=self._call("clear", self._bank.accumulators, slot))
-        self._call("read", self._bank.weights, slot)
+        self._call("read", self._bank.weights, slot, of="float32")
+        self._call("read", self._bank.weights, slot, of=self.settings.snapshot_dtype)
         self._write(0, {}, None)
         self._executables.wait()
 
-    def _begin(self, name: str, shape: RowProgram | None, *args: Any) -> Program:
-        """One of `tenant_programs`, being made for these arguments; `shape` tells those of one name apart."""
-        if (name, shape) not in self._programs:
-            static = {} if shape is None else {"spec": self.program}
+    def _begin(self, name: str, of: RowProgram | SnapshotDtype | None, *args: Any) -> Program:
+        """One of `tenant_programs`, being made for these arguments; `of` tells those of one name apart."""
+        if (name, of) not in self._programs:
+            static: dict[str, Any] = {}
+            if of is not None:
+                static = {"spec": self.program} if isinstance(of, RowProgram) else {"dtype": of}
             lower = partial(getattr(tenant_programs, name).lower, *args, **static)
-            self._programs[name, shape] = self._executables.begin(f"tenants-{name}", lower, args, static)
-        return self._programs[name, shape]
+            self._programs[name, of] = self._executables.begin(f"tenants-{name}", lower, args, static)
+        return self._programs[name, of]
 
-    def _call(self, name: str, *args: Any, shape: RowProgram | None = None) -> Any:
-        return self._begin(name, shape, *args).result()(*args)
+    def _call(self, name: str, *args: Any, of: RowProgram | SnapshotDtype | None = None) -> Any:
+        return self._begin(name, of, *args).result()(*args)
 
     def _compute(self, rows: Sequence[Row], program: RowProgram) -> Outputs:
         stacked = stack_rows(rows, program.num_rows, program.row_tokens, program.num_targets)
         bank = self._bank
         if program.gradient:
             accumulators, outputs = self._call(
-                "accumulate", bank.weights, bank.accumulators, self._fixed, stacked, shape=program
+                "accumulate", bank.weights, bank.accumulators, self._fixed, stacked, of=program
             )
             self._bank = bank._replace(accumulators=accumulators)
         else:
-            outputs = self._call("score", bank.weights, self._fixed, stacked, shape=program)
+            outputs = self._call("score", bank.weights, self._fixed, stacked, of=program)
         return jax.device_get(outputs)
 
     def _tenant(self, model_id: str) -> Tenant:
@@ -387,8 +398,8 @@ class TenantTrainer:
             )
         return self._tenants[model_id]
 
-    def _read(self, tenant: Tenant, tree: Tree) -> dict[str, dict[str, np.ndarray]]:
-        return narrow(jax.device_get(self._call("read", tree, np.int32(tenant.slot))), tenant.lora)
+    def _read(self, tenant: Tenant, tree: Tree, dtype: SnapshotDtype = "float32") -> dict[str, dict[str, np.ndarray]]:
+        return narrow(jax.device_get(self._call("read", tree, np.int32(tenant.slot), of=dtype)), tenant.lora)
 
     def _write(self, slot: int, weights: Tree, optimizer: Mapping[str, Any] | None) -> None:
         own = (weights, *((optimizer["mu"], optimizer["nu"]) if optimizer else ({}, {})))
