@@ -346,7 +346,7 @@ def test_a_number_that_isn_t_one_is_not_lost_in_a_maximum():
     ("N", "D", "V", "r"),
     [
         (5, 64, 512, 4), (97, 32, 1088, 8), (200, 64, 320, 2), (193, 96, 256, 40), (5, 64, 512, 0), (201, 96, 1088, 0),
-        (9, 32, 4160, 0),  # the only one with several blocks in a part
+        (9, 32, 4160, 0), (9, 48, 4160, 18),  # those with several blocks in a part
     ],
 )  # fmt: skip
 def test_log_probs_of_targets_and_their_gradient(N, D, V, r):
