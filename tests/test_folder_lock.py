@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -60,15 +61,23 @@ def test_another_process_is_refused_at_once_and_by_its_id(tmp_path):
 def test_what_a_killed_process_leaves_behind_is_waited_for(tmp_path):
     said: list[str] = []
     with holder(tmp_path) as (process, child):
-        process.kill()
-        process.wait()
+        process.kill()  # and not asked how it ended: it is a zombie
         with pytest.raises(ConfigError, match=f"in use by another server. Got: process {process.pid}"):
-            with hold(tmp_path, said, leaving=0.3):
+            with hold(tmp_path, said, leaving=2.0):
                 pass
         assert said == [f"Waiting for what process {process.pid} left behind to end; it holds {tmp_path}"]
         os.kill(child, signal.SIGKILL)
         with hold(tmp_path):
             pass
+
+
+def test_one_that_is_just_being_killed_is_waited_for(tmp_path):
+    with holder(tmp_path) as (process, child):
+        os.kill(child, signal.SIGKILL)
+        killing = threading.Timer(0.3, process.kill)
+        killing.start()
+        with hold(tmp_path):
+            killing.join()
 
 
 def test_a_folder_that_was_let_go_of_can_be_had(tmp_path):

@@ -13,6 +13,7 @@ from locojax.errors import ConfigError, LocoError
 
 NAME = ".lock"
 LEAVING_SECONDS = 30.0  # the rest of a server or a run, whose first process was killed, has so long to end
+DYING_SECONDS = 1.0  # a process that was just killed is there for a moment longer
 _POLL_SECONDS = 0.1
 
 
@@ -42,7 +43,7 @@ def hold(
     except OSError as error:
         raise LocoError(f"The folder {folder} can't be locked", got=error.strerror) from error
     try:
-        _take(descriptor, folder, owner, remedy, say, time.monotonic() + leaving)
+        _take(descriptor, folder, owner, remedy, say, leaving)
         os.truncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} {owner}\n".encode(), 0)
         yield descriptor
@@ -51,9 +52,9 @@ def hold(
 
 
 def _take(
-    descriptor: int, folder: pathlib.Path, owner: str, remedy: str, say: Callable[[str], None], end: float
+    descriptor: int, folder: pathlib.Path, owner: str, remedy: str, say: Callable[[str], None], leaving: float
 ) -> None:
-    told = False
+    started, told = time.monotonic(), False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,26 +63,27 @@ def _take(
             holder = os.pread(descriptor, 100, 0).decode(errors="replace").strip()
         except OSError:
             return  # a file system without locks
-        pid = holder.partition(" ")[0]
-        if _is_alive(pid) or time.monotonic() > end:
+        pid, waited = holder.partition(" ")[0], time.monotonic() - started
+        is_alive = _is_alive(pid)
+        if waited > (DYING_SECONDS if is_alive else leaving):
             raise ConfigError(
                 f"The folder {folder} is in use by another {owner}", got=f"process {pid or 'unknown'}",
                 expected="one at a time", remedy=remedy,
             )  # fmt: skip
-        if not told:
+        if pid and not told and not is_alive:
             say(f"Waiting for what process {pid} left behind to end; it holds {folder}")
             told = True
         time.sleep(_POLL_SECONDS)
 
 
 def _is_alive(pid: str) -> bool:
-    """False too while the holder hasn't written its id yet."""
+    """False too of one that has ended and that its parent has yet to ask, and while no id has been written."""
     if not pid.isdecimal() or int(pid) == 0:
         return False
     try:
         os.kill(int(pid), 0)
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except ProcessLookupError:
         return False
-    except OSError:  # another user's
+    except OSError:  # another user's, or a system without /proc
         return True
-    return True
