@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pathlib
 import signal
@@ -13,7 +14,7 @@ import time
 
 import pytest
 
-from locojax.errors import ConfigError, LocoError
+from locojax.errors import CheckpointError, ConfigError
 from locojax.hosts import folder_lock
 
 HOLDER = """
@@ -89,8 +90,16 @@ def test_a_folder_that_was_let_go_of_can_be_had(tmp_path):
                 pass
 
 
-def test_a_folder_that_cant_be_locked_is_named(tmp_path):
+def test_a_folder_that_cant_be_written_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(LocoError, match=f"The folder {tmp_path}/file can't be locked. Got: File exists"):
-        with hold(tmp_path / "file"):
-            pass
+    text = f"The folder {tmp_path}/file can't be written: File exists. Check the path and its permissions, or choose"
+    with pytest.raises(CheckpointError, match=text), hold(tmp_path / "file"):
+        pass
+
+    def no_space(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", no_space)
+    text = f"The folder {tmp_path} can't be written: No space left on device. Free some space."
+    with pytest.raises(CheckpointError, match=text), hold(tmp_path):
+        pass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
 
-from locojax.errors import ConfigError, LocoError
+from locojax.errors import CheckpointError, ConfigError
 
 NAME = ".lock"
 LEAVING_SECONDS = 30.0  # the rest of a server or a run, whose first process was killed, has so long to end
@@ -34,21 +35,31 @@ def hold(
 
     Raises:
       ConfigError: another holds it; `remedy` says what to do then.
-      LocoError: the lock can't be written.
+      CheckpointError: the folder can't be written.
     """
-    path = folder / NAME
-    try:
+    with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise LocoError(f"The folder {folder} can't be locked", got=error.strerror) from error
+        descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         _take(descriptor, folder, owner, remedy, say, leaving)
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {owner}\n".encode(), 0)
+        with _writing(folder):
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()} {owner}\n".encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _writing(folder: pathlib.Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise CheckpointError(
+            f"The folder {folder} can't be written: {error.strerror or error}",
+            remedy="Free some space" if is_full else "Check the path and its permissions, or choose another folder",
+        ) from error
 
 
 def _take(
