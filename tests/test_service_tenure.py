@@ -37,7 +37,18 @@ def test_a_new_database_ones_own_and_one_that_was_let_go_of_are_taken_at_once(st
     first = tenure(store, "a")
     assert seconds_to_take(first) < 1 and seconds_to_take(tenure(store, "a")) < 1
     first.release()
+    store.submit(lambda _: None).result()
     assert seconds_to_take(tenure(store, "b")) < 1
+
+
+def test_one_that_is_let_go_of_meanwhile_is_taken(store):
+    first = tenure(store, "a")
+    first.take()
+    letting_go = threading.Timer(0.7, first.release)
+    letting_go.start()
+    assert 0.5 < seconds_to_take(tenure(store, "b", 60.0)) < 10
+    letting_go.join()
+    assert ":/srv/b" in store.meta(KEY)
 
 
 def test_a_server_that_lives_is_not_replaced(store, monkeypatch):

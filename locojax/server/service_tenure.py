@@ -43,22 +43,31 @@ class Tenure:
         Raises:
           ConfigError: one does.
         """
-        seen = self._store.meta(KEY)
-        holder = json.loads(seen) if seen is not None else {"name": None, "sign": None}
-        if holder["name"] != self._name and holder["sign"] is not None:
-            log.info(
-                "Waiting %g s for a sign of the server that used this database: %s", self._silent_after, holder["name"]
-            )
-            end = time.monotonic() + self._silent_after
-            while time.monotonic() < end and self._store.meta(KEY) == seen:
+        watched, end = None, 0.0
+        while True:
+            seen = self._store.meta(KEY)
+            holder = json.loads(seen) if seen is not None else {"name": None, "sign": None}
+            is_free = holder["sign"] is None or holder["name"] == self._name
+            if not is_free and watched is None:
+                watched, end = seen, time.monotonic() + self._silent_after
+                log.info("Waiting %g s for a sign of the server that used this database: %s", self._silent_after,
+                         holder["name"])  # fmt: skip
+            if is_free or (seen == watched and time.monotonic() >= end):
+                if self._replace(seen):
+                    return
+            elif seen != watched:
+                raise ConfigError(
+                    "Another server uses this database", got=holder["name"], expected="one server at a time",
+                    remedy="Stop it, or pass another --database",
+                )  # fmt: skip
+            else:
                 time.sleep(_POLL_SECONDS)
-        taken = self._store.change_meta(KEY, lambda now: self._row(time.time()) if now == seen else None)
-        if not taken.result():
-            raise ConfigError(
-                "Another server uses this database", got=json.loads(self._store.meta(KEY) or "{}").get("name"),
-                expected="one server at a time", remedy="Stop it, or pass another --database",
-            )  # fmt: skip
+
+    def _replace(self, seen: str | None) -> bool:
+        """Makes the row this server's; False if it isn't as it was seen any more."""
+        row = self._row(time.time())
         self._renewed = time.monotonic()
+        return self._store.change_meta(KEY, lambda now: row if now == seen else None).result()
 
     def renew(self) -> None:
         """A sign of life, if one is due; doesn't wait for it to be written."""
