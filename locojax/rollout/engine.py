@@ -144,7 +144,7 @@ class Engine:
         self._policy.replace(self.compiler, row, tree, scale, version)
 
     def copied(self, adapter: Mapping[str, Any]) -> dict[str, dict[str, np.ndarray]]:
-        """What `set_adapter` will take: a copy on the host, at the adapter's own rank, in the stack's dtype.
+        """What `set_adapter` will take, on the host, at the adapter's own rank, in the stack's dtype; see `stacks`.
 
         Raises:
           RequestError: it has modules, shapes or a rank that the stack has no place for.
